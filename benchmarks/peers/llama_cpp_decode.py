@@ -1,0 +1,257 @@
+"""Measure llama.cpp's batched decode speed, through llama-cpp-python's low-level API.
+
+Its own environment needs: llama-cpp-python==0.3.36 (built from source, so that it is compiled for
+the machine it runs on) and numpy.
+
+Usage::
+
+    python benchmarks/peers/llama_cpp_decode.py --gguf smollm2-f32.gguf [--streams 1,8,32]
+        [--context-start 64] [--context-end 512] [--threads 2] [--json rows.json]
+
+tests/data/make_llama_cpp.py makes a float32 GGUF. Every stream is a sequence of its own with
+random tokens; one step is one llama_decode of one token for each stream. Steps are measured in
+windows spread over the context range; between windows one stream is prefilled and copied to the
+others, which is not timed. "tokens_per_s" and "ms_per_step_median" are llama_decode alone; the
+"full_" numbers add fetching the logits and the argmax in NumPy. Each KV type is measured with
+flash attention off, then the faster of them with flash attention on.
+
+The caches are one for each stream (kv_unified off): with a unified one every stream's attention
+runs over the cells of all streams. --kv-unified measures that instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+KV_TYPES = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16}
+UBATCH = 512
+
+
+def quiet(level: int, text: bytes, data: Any) -> None:
+    """A log callback that drops everything: llama.cpp prints pages while it loads."""
+
+
+class Decoder:
+    """A llama.cpp context with `streams` sequences of equal length."""
+
+    def __init__(
+        self,
+        model: Any,
+        streams: int,
+        context: int,
+        kv_type: str,
+        flash_attn: bool,
+        kv_unified: bool,
+        threads: int,
+        seed: int,
+    ) -> None:
+        params = llama_cpp.llama_context_default_params()
+        # The cells are split evenly between the sequences when the cache is not unified, and
+        # llama.cpp wants each part to be a multiple of 256.
+        params.n_ctx = streams * (-(-context // 256) * 256)
+        params.n_batch = params.n_ubatch = UBATCH
+        params.n_seq_max = streams
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = KV_TYPES[kv_type]
+        params.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            if flash_attn
+            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.kv_unified = kv_unified
+        params.no_perf = True
+        self.context = llama_cpp.llama_init_from_model(model, params)
+        if not self.context:
+            raise SystemExit("llama.cpp could not make the context")
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+        self.streams = streams
+        self.unified = kv_unified
+        self.length = 0
+        self.batch = llama_cpp.llama_batch_init(UBATCH, 0, 1)
+        self.rng = np.random.default_rng(seed)
+        self.next = self.rng.integers(0, self.vocab_size, streams)
+
+    def close(self) -> None:
+        llama_cpp.llama_batch_free(self.batch)
+        llama_cpp.llama_free(self.context)
+
+    def _set(self, index: int, token: int, position: int, stream: int, logits: bool) -> None:
+        batch = self.batch
+        batch.token[index] = token
+        batch.pos[index] = position
+        batch.n_seq_id[index] = 1
+        batch.seq_id[index][0] = stream
+        batch.logits[index] = logits
+
+    def _decode(self, count: int) -> None:
+        self.batch.n_tokens = count
+        status = llama_cpp.llama_decode(self.context, self.batch)
+        if status != 0:
+            raise SystemExit(f"llama_decode failed with status {status}")
+        llama_cpp.llama_synchronize(self.context)
+
+    def fill(self, length: int) -> None:
+        """Bring every stream to `length` with random tokens; no logits are computed."""
+        # A cache of its own for each stream can be copied, which saves minutes of prefill and
+        # leaves the work of a step as it is. In a unified cache a copy would share its cells.
+        streams = range(self.streams if self.unified else 1)
+        chunk = max(1, UBATCH // len(streams))
+        while self.length < length:
+            size = min(chunk, length - self.length)
+            index = 0
+            for stream in streams:
+                for offset, token in enumerate(self.rng.integers(0, self.vocab_size, size)):
+                    self._set(index, int(token), self.length + offset, stream, False)
+                    index += 1
+            self._decode(index)
+            self.length += size
+        memory = llama_cpp.llama_get_memory(self.context)
+        for stream in range(len(streams), self.streams):
+            llama_cpp.llama_memory_seq_cp(memory, 0, stream, -1, -1)
+
+    def step(self) -> tuple[float, float]:
+        """One token for every stream; seconds in llama_decode, and with the argmax as well."""
+        start = time.perf_counter()
+        for stream, token in enumerate(self.next):
+            self._set(stream, int(token), self.length, stream, True)
+        before = time.perf_counter()
+        self._decode(self.streams)
+        after = time.perf_counter()
+        pointer = llama_cpp.llama_get_logits(self.context)
+        address = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
+        logits = np.ctypeslib.as_array(address, shape=(self.streams, self.vocab_size))
+        self.next = logits.argmax(axis=1)
+        end = time.perf_counter()
+        self.length += 1
+        return after - before, end - start
+
+
+def windows(start: int, end: int, steps: int, count: int) -> list[int]:
+    """Contexts at which the windows of `steps` steps begin, from `start` up to `end` - `steps`."""
+    return [round(n) for n in np.linspace(start, end - steps, count)]
+
+
+def measure(
+    make: Callable[..., Decoder], args: argparse.Namespace, **setting: Any
+) -> dict[str, Any]:
+    decoder = make(**setting)
+    contexts = windows(args.context_start, args.context_end, args.window_steps, args.windows)
+    decode_s: list[float] = []
+    full_s: list[float] = []
+    by_context: dict[int, float] = {}
+    for context in contexts:
+        decoder.fill(context - 1)
+        decoder.step()  # not timed: llama.cpp puts the copies of fill() off until this one
+        times = [decoder.step() for _ in range(args.window_steps)]
+        decode_s += [decode for decode, _ in times]
+        full_s += [full for _, full in times]
+        by_context[context] = round(1e3 * statistics.median(decode for decode, _ in times), 3)
+    decoder.close()
+    tokens = setting["streams"] * len(decode_s)
+    return {
+        "peer": "llama.cpp",
+        **setting,
+        "tokens_per_s": round(tokens / sum(decode_s), 2),
+        "ms_per_step_median": round(1e3 * statistics.median(decode_s), 3),
+        "full_tokens_per_s": round(tokens / sum(full_s), 2),
+        "full_ms_per_step_median": round(1e3 * statistics.median(full_s), 3),
+        "steps": len(decode_s),
+        "ms_by_context": by_context,
+        "load_1m": round(os.getloadavg()[0], 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="llama.cpp's batched decode speed.")
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--streams", default="1,8,32", help="comma-separated numbers of streams")
+    parser.add_argument("--context-start", type=int, default=64)
+    parser.add_argument("--context-end", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--window-steps", type=int, default=24)
+    parser.add_argument("--kv-types", default="f32,f16")
+    parser.add_argument("--flash-attn", choices=["best", "all", "none"], default="best")
+    parser.add_argument("--kv-unified", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=None, help="write meta and rows here")
+    args = parser.parse_args()
+
+    # Kept in a name for as long as llama.cpp may call it.
+    callback = llama_cpp.llama_log_callback(quiet)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(
+        os.fsencode(args.gguf), llama_cpp.llama_model_default_params()
+    )
+    if not model:
+        raise SystemExit(f"llama.cpp could not load {args.gguf}")
+
+    def make(streams: int, kv_type: str, flash_attn: bool, kv_unified: bool) -> Decoder:
+        return Decoder(
+            model,
+            streams=streams,
+            context=args.context_end,
+            kv_type=kv_type,
+            flash_attn=flash_attn,
+            kv_unified=kv_unified,
+            threads=args.threads,
+            seed=args.seed,
+        )
+
+    rows: list[dict[str, Any]] = []
+
+    def add(streams: int, kv_type: str, flash_attn: bool) -> dict[str, Any]:
+        row = measure(
+            make,
+            args,
+            streams=streams,
+            kv_type=kv_type,
+            flash_attn=flash_attn,
+            kv_unified=args.kv_unified,
+        )
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        return row
+
+    kv_types = args.kv_types.split(",")
+    begin = time.perf_counter()
+    for streams in (int(n) for n in args.streams.split(",")):
+        plain = [add(streams, kv_type, False) for kv_type in kv_types]
+        best = max(plain, key=lambda row: row["tokens_per_s"])["kv_type"]
+        for kv_type in {"best": [best], "all": kv_types, "none": []}[args.flash_attn]:
+            add(streams, kv_type, True)
+    print(f"took {time.perf_counter() - begin:.0f} s")
+
+    if args.json:
+        meta = {
+            "peer": "llama.cpp",
+            "llama_cpp_python": llama_cpp.__version__,
+            "system_info": llama_cpp.llama_print_system_info().decode().strip(" |"),
+            "gguf": args.gguf.name,
+            "threads": args.threads,
+            "context_start": args.context_start,
+            "context_end": args.context_end,
+            "window_steps": args.window_steps,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        }
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    llama_cpp.llama_model_free(model)
+
+
+if __name__ == "__main__":
+    main()

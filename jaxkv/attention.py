@@ -1,0 +1,84 @@
+"""The one call a model makes per layer: write this step's K and V into their slots, then attend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.state import Batch, PagedState
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.scatter_kv import scatter_kv
+
+
+def slots(state: PagedState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """(block, offset) i32[T] of each token; padding gets a block past the pool, which is dropped."""
+    max_seqs, width = state.block_tables.shape
+    num_blocks, block_size = state.kv_pages.shape[0], state.kv_pages.shape[-2]
+    rows, positions = jnp.asarray(batch.rows), jnp.asarray(batch.positions)
+    column = positions // block_size
+    live = (rows >= 0) & (rows < max_seqs) & (column >= 0) & (column < width)
+    block = state.block_tables[jnp.where(live, rows, 0), jnp.where(live, column, 0)]
+    return jnp.where(live & (block > 0), block, num_blocks), positions % block_size
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    state: PagedState,
+    layer: int,
+    batch: Batch,
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, PagedState]:
+    """Writes K and V of the batch's tokens into the cache and attends over what is cached.
+
+    Each token sees the positions up to its own of its sequence.
+
+    Args:
+      q: [T, num_q_heads, head_dim], RoPE applied.
+      k: [T, num_kv_heads, head_dim], RoPE applied.
+      v: [T, num_kv_heads, head_dim].
+      state: the cache; inside a jitted step that donates it, the write is in place.
+      layer: which layer of the cache.
+      batch: whose tokens these are, and where they stand.
+      scale: of the logits; 1 / sqrt(head_dim) by default.
+      implementation: of `pallas_kernels.paged_attention`; None picks one that runs.
+
+    Returns:
+      [T, num_q_heads, head_dim] in q's dtype (zeros for padding tokens), and the new state.
+
+    Raises:
+      ValueError: shapes that do not fit the cache or each other.
+    """
+    num_layers, _, num_kv_heads, _, head_dim = state.kv_pages.shape[1:]
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"{layer=} is not one of the cache's {num_layers} layers")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != (q.shape[0], num_kv_heads, head_dim):
+            raise ValueError(
+                f"{name}.shape={x.shape} does not fit {q.shape[0]} tokens of a cache with "
+                f"{num_kv_heads=} and {head_dim=}"
+            )
+    with jax.named_scope("kv_cache_update"):
+        blocks, offsets = slots(state, batch)
+        pages = scatter_kv(state.kv_pages, k, v, blocks, offsets, layer=layer)
+    with jax.named_scope("paged_attention"):
+        rows = jnp.asarray(batch.rows)[batch.last_tokens]  # i32[S], any row for padding
+        query_start = jnp.asarray(batch.query_start)
+        lens = jnp.asarray(batch.positions)[batch.last_tokens] + 1
+        out = paged_attention(
+            q,
+            pages,
+            state.block_tables[jnp.minimum(rows, state.block_tables.shape[0] - 1)],
+            jnp.where(query_start[1:] > query_start[:-1], lens, 0),
+            query_start,
+            layer=layer,
+            max_query_len=batch.max_query_len,
+            scale=scale,
+            implementation=implementation,
+        )
+    return out, dataclasses.replace(state, kv_pages=pages)

@@ -1,0 +1,150 @@
+"""The shape of a paged cache, and what it costs in bytes. Host code: imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol, Self
+
+import ml_dtypes
+import numpy as np
+
+from jaxkv.errors import ConfigError
+
+DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+class ModelShape(Protocol):
+    """What a cache needs to know of a model."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """Sizes of one paged KV cache.
+
+    Attributes:
+      num_layers: transformer layers; one block holds all of them.
+      num_kv_heads: key/value heads of a layer (not query heads).
+      head_dim: elements of one head, as declared by the model (not hidden size / heads).
+      num_blocks: blocks in the pool, the null block (block 0, never allocated) included.
+      block_size: tokens per block.
+      max_seqs: rows of the block table: sequences that can be live at once.
+      max_blocks_per_seq: columns of the block table: the longest sequence, in blocks.
+      dtype: element type of the pages: "float32", "bfloat16" or "float16".
+
+    Raises:
+      ConfigError: a size is not positive, or the dtype is unknown.
+
+    Example:
+      >>> from jaxkv import CacheConfig
+      >>> c = CacheConfig(num_layers=32, num_kv_heads=8, head_dim=128, num_blocks=257,
+      ...                 block_size=16, max_seqs=4, max_blocks_per_seq=64, dtype="bfloat16")
+      >>> c.bytes_per_token, c.block_bytes, c.max_len
+      (131072, 2097152, 1024)
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int = 16
+    max_seqs: int = 8
+    max_blocks_per_seq: int = 128
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "dtype":
+                if value not in DTYPES:
+                    raise ConfigError(f"dtype={value!r} is not one of {', '.join(DTYPES)}")
+            elif not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{field.name}={value!r} must be a positive integer")
+        if self.num_blocks < 2:
+            raise ConfigError(
+                f"num_blocks={self.num_blocks} leaves no usable block: block 0 is the null block; "
+                "give at least 2"
+            )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token, all layers."""
+        itemsize = DTYPES[self.dtype].itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: `block_size` tokens, all layers."""
+        return self.bytes_per_token * self.block_size
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the whole pool, the null block included."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence, in tokens, that a table row can hold."""
+        return self.max_blocks_per_seq * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: ModelShape,
+        *,
+        memory_bytes: int | None = None,
+        num_blocks: int | None = None,
+        max_len: int = 2048,
+        block_size: int = 16,
+        max_seqs: int = 8,
+        dtype: str = "float32",
+    ) -> Self:
+        """The cache of `model` that fits into `memory_bytes`, or has `num_blocks` blocks.
+
+        Args:
+          model: anything with `num_layers`, `num_kv_heads` and `head_dim`.
+          memory_bytes: budget of the pool in bytes; the largest pool inside it is taken.
+          num_blocks: the pool in blocks (null block included), when no budget is given. With
+            neither, the pool holds `max_seqs` sequences of `max_len`.
+          max_len: longest sequence in tokens.
+
+        Raises:
+          ConfigError: the budget holds less than one usable block, or both limits are given.
+        """
+        if memory_bytes is not None and num_blocks is not None:
+            raise ConfigError(f"give {memory_bytes=} or {num_blocks=}, not both")
+        if max_len < 1 or block_size < 1:
+            raise ConfigError(f"{max_len=} and {block_size=} must be positive")
+        blocks_per_seq = -(-max_len // block_size)
+        config = cls(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            num_blocks=1 + max_seqs * blocks_per_seq if num_blocks is None else num_blocks,
+            block_size=block_size,
+            max_seqs=max_seqs,
+            max_blocks_per_seq=blocks_per_seq,
+            dtype=dtype,
+        )
+        if memory_bytes is None:
+            return config
+        if memory_bytes < 2 * config.block_bytes:
+            raise ConfigError(
+                f"{memory_bytes=} is less than two blocks of {config.block_bytes} bytes (the null "
+                "block and one usable); raise the budget or lower block_size"
+            )
+        return dataclasses.replace(config, num_blocks=memory_bytes // config.block_bytes)

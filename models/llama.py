@@ -1,0 +1,153 @@
+"""A Llama in Flax NNX: one stack of layers, two ways to attend.
+
+`model(tokens, state, batch)` is the paged step, `model.dense(tokens)` the plain causal forward that
+training and the tests use. Both run the same layers; only the attention they are handed differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from models.config import LlamaConfig
+from models.rope import apply_rope, inverse_frequencies, rope_phases
+
+# attend(q [..., Hq, D], k [..., H, D], v [..., H, D], layer, cache) -> out [..., Hq, D], cache
+Attend = Callable[[jax.Array, jax.Array, jax.Array, int, Any], tuple[jax.Array, Any]]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of one layer."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        kind = dict(use_bias=c.attention_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.q_proj = nnx.Linear(c.hidden_size, c.num_heads * c.head_dim, **kind)
+        self.k_proj = nnx.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
+        self.v_proj = nnx.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
+        self.o_proj = nnx.Linear(c.num_heads * c.head_dim, c.hidden_size, **kind)
+        self.head_dim = c.head_dim
+
+    def __call__(self, x: jax.Array, phases, attend: Attend, layer: int, cache: Any):
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q = apply_rope(self.q_proj(x).reshape(heads), phases)
+        k = apply_rope(self.k_proj(x).reshape(heads), phases)
+        v = self.v_proj(x).reshape(heads)
+        out, cache = attend(q, k, v, layer, cache)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        wide, narrow = config.intermediate_size, config.hidden_size
+        kind = dict(use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.gate_proj = nnx.Linear(narrow, wide, **kind)
+        self.up_proj = nnx.Linear(narrow, wide, **kind)
+        self.down_proj = nnx.Linear(wide, narrow, **kind)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """Pre-norm attention and MLP with residuals."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.input_norm = _norm(config, dtype, rngs)
+        self.attention = Attention(config, dtype, rngs)
+        self.post_norm = _norm(config, dtype, rngs)
+        self.mlp = MLP(config, dtype, rngs)
+
+    def __call__(self, x: jax.Array, phases, attend: Attend, layer: int, cache: Any):
+        out, cache = self.attention(self.input_norm(x), phases, attend, layer, cache)
+        x = x + out
+        return x + self.mlp(self.post_norm(x)), cache
+
+
+def _norm(config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs
+    )
+
+
+class Llama(nnx.Module):
+    """Llama 2/3 and its kin (SmolLM2, TinyLlama, ...).
+
+    Args:
+      config: shapes and constants.
+      dtype: of weights and activations.
+      rngs: of the initial weights.
+
+    Example:
+      >>> from flax import nnx
+      >>> from models import Llama, LlamaConfig
+      >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=16, num_layers=1,
+      ...                      num_heads=2, num_kv_heads=1, head_dim=4)
+      >>> Llama(config, rngs=nnx.Rngs(0)).dense(jnp.zeros((2, 5), jnp.int32)).shape
+      (2, 5, 11)
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        dtype = jnp.dtype(dtype)
+        self.config = config
+        self.embed = nnx.Embed(
+            config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs
+        )
+        self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_layers)])
+        self.norm = _norm(config, dtype, rngs)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Linear(
+                config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype,
+                param_dtype=dtype, rngs=rngs,
+            )  # fmt: skip
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: Any):
+        """Final hidden states [..., hidden_size] of tokens i32[...], and the cache."""
+        c = self.config
+        inv_freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_divisors)
+        phases = rope_phases(positions, inv_freq)
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            x, cache = layer(x, phases, attend, i, cache)
+        return self.norm(x), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """f32[..., vocab_size]."""
+        head = self.embed.attend if self.config.tie_word_embeddings else self.lm_head
+        return head(hidden).astype(jnp.float32)
+
+    def __call__(
+        self, tokens: jax.Array, state: jaxkv.PagedState, batch: jaxkv.Batch
+    ) -> tuple[jax.Array, jaxkv.PagedState]:
+        """One paged step.
+
+        Args:
+          tokens: i32[T], those of the batch.
+          state: the cache.
+          batch: whose tokens these are, and where they stand.
+
+        Returns:
+          f32[S, vocab_size], the logits after each sequence's last token; and the new state.
+        """
+
+        def attend(q, k, v, layer, state):
+            return jaxkv.attention(q, k, v, state, layer, batch)
+
+        x, state = self.hidden(tokens, jnp.asarray(batch.positions), attend, state)
+        return self.logits(x[batch.last_tokens]), jaxkv.advance(state, batch)
+
+    def dense(self, tokens: jax.Array) -> jax.Array:
+        """Plain causal forward without a cache: f32[batch, length, vocab_size] of i32 tokens."""
+
+        def attend(q, k, v, layer, cache):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache
+
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return self.logits(self.hidden(tokens, positions, attend, None)[0])

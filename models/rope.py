@@ -1,0 +1,70 @@
+"""Rotary position embedding: one table of frequencies, phases in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3's frequency scaling: long wavelengths are stretched by `factor`.
+
+    Attributes:
+      factor: by which the longest wavelengths grow.
+      low_freq_factor: wavelengths above original / low_freq_factor are stretched whole.
+      high_freq_factor: wavelengths below original / high_freq_factor are left alone.
+      original_max_position_embeddings: context length before scaling, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+def inverse_frequencies(
+    head_dim: int,
+    theta: float,
+    scaling: Llama3Scaling | None = None,
+    divisors: tuple[float, ...] | None = None,
+) -> np.ndarray:
+    """f32[head_dim // 2]; radians per position of each pair of elements.
+
+    Args:
+      divisors: head_dim // 2 explicit factors to divide by, as GGUF files carry them; they stand
+        in for `scaling`.
+    """
+    inv = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if divisors is not None:
+        inv = inv / np.asarray(divisors, np.float64)
+    elif scaling is not None:
+        wavelength = 2 * math.pi / inv
+        original = scaling.original_max_position_embeddings
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
+        inv = (1 - smooth) * inv / scaling.factor + smooth * inv
+    return inv.astype(np.float32)
+
+
+def rope_phases(positions: jax.Array, inv_freq: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32[..., 1, head_dim // 2] with an axis for heads, of integer positions [...].
+
+    Raises:
+      ValueError: positions that are not integers (a bf16 position above 256 is another position).
+    """
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"positions must be integers, got {positions.dtype}")
+    angle = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inv_freq)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(x: jax.Array, phases: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates pairs (i, i + head_dim // 2) of x [..., heads, head_dim] in float32."""
+    cos, sin = phases
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

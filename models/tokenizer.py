@@ -1,0 +1,212 @@
+"""Text to token ids and back: the checkpoint's own tokenizer, through the `tokenizers` library."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from jaxkv.errors import ConfigError, JaxkvError
+from models.gguf_loader import GGUFFile
+from models.hf_loader import read_json
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# `tokenizer.ggml.pre` -> the patterns that cut text into words, applied one after the other; and
+# whether a word that is a token as it stands skips the merges.
+_PRE_TOKENIZERS: dict[str, tuple[list[str], bool]] = {
+    "gpt-2": ([_GPT2], False),
+    "smollm": ([r"\p{N}", _GPT2], False),
+    "llama-bpe": ([_LLAMA3], True),
+}
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+
+
+class Tokenizer:
+    """A tokenizer and, when the checkpoint has one, its chat template.
+
+    Args:
+      backend: the `tokenizers` tokenizer.
+      chat_template: Jinja source, or None.
+      special: names the template may use, such as bos_token.
+      bos_token_id: put before a prompt that does not bring its own; None for none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        chat_template: str | None = None,
+        special: dict[str, str] | None = None,
+        bos_token_id: int | None = None,
+    ):
+        self.backend = backend
+        self.chat_template = chat_template
+        self.special = special or {}
+        self.bos_token_id = bos_token_id
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """From `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if there."""
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise JaxkvError(f"{folder} has no tokenizer.json")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise JaxkvError(f"{path} is not a readable tokenizer: {error}") from None
+        config_path = folder / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.exists() else {}
+        template_path = folder / "chat_template.jinja"
+        template = template_path.read_text() if template_path.exists() else None
+        special = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = config.get(name)
+            if value is not None:
+                special[name] = value["content"] if isinstance(value, dict) else value
+        return cls(backend, chat_template=template or config.get("chat_template"), special=special)
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> Tokenizer:
+        """Rebuilt from the vocabulary, merges and pre-tokenizer that a GGUF file names.
+
+        Raises:
+          ConfigError: a tokenizer model or pre-tokenizer that is not known, by name.
+        """
+        kind, pre = file.need("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "gpt-2")
+        if kind != "gpt2":
+            raise ConfigError(f"{file.path}: tokenizer.ggml.model={kind!r}; only 'gpt2' (byte-level "
+                              "BPE) is supported")  # fmt: skip
+        if pre not in _PRE_TOKENIZERS:
+            raise ConfigError(f"{file.path}: tokenizer.ggml.pre={pre!r}; known are "
+                              f"{', '.join(_PRE_TOKENIZERS)}")  # fmt: skip
+        patterns, ignore_merges = _PRE_TOKENIZERS[pre]
+        tokens: list[str] = file.need("tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
+        vocab = {token: i for i, token in enumerate(tokens)}
+        backend = _byte_level(models.BPE(vocab, merges, ignore_merges=ignore_merges), patterns)
+        types = file.get("tokenizer.ggml.token_type", [])
+        for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+            added = [AddedToken(tokens[i], special=special, normalized=False)
+                     for i, t in enumerate(types) if t == kind]  # fmt: skip
+            (backend.add_special_tokens if special else backend.add_tokens)(added)
+        names = {}
+        for name in ("bos", "eos", "unknown", "padding"):
+            token = file.get(f"tokenizer.ggml.{name}_token_id")
+            if token is not None:
+                names[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = tokens[token]
+        add_bos = file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
+        return cls(
+            backend,
+            chat_template=file.get("tokenizer.chat_template"),
+            special=names,
+            bos_token_id=file.get("tokenizer.ggml.bos_token_id") if add_bos else None,
+        )
+
+    @classmethod
+    def bytes(cls) -> Tokenizer:
+        """One token per byte; the id is the byte."""
+        printable = pre_tokenizers.ByteLevel.alphabet()
+        # GPT-2's table: bytes that print stand for themselves, the others take code points from 256.
+        vocab, spare = {}, 256
+        for byte in range(256):
+            char = chr(byte)
+            if char not in printable or byte in (0x20, 0xA0, 0xAD) or byte < 0x21:
+                char, spare = chr(spare), spare + 1
+            vocab[char] = byte
+        return cls(_byte_level(models.BPE(vocab, []), []))
+
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Token ids of text; special tokens written out in it count as such.
+
+        Args:
+          add_bos: start with the beginning-of-sequence token where the checkpoint wants one.
+            False for text that a chat template made.
+        """
+        ids = self.backend.encode(text, add_special_tokens=add_bos).ids
+        if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids = [self.bos_token_id, *ids]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special)
+
+    def chat(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt that the checkpoint's chat template makes of messages, ready for a reply.
+
+        Raises:
+          JaxkvError: no template, or one that refuses the messages.
+        """
+        if self.chat_template is None:
+            raise JaxkvError("this checkpoint has no chat template; drop --chat")
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+
+        def refuse(message: str):
+            raise jinja2.TemplateError(message)
+
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            return environment.from_string(self.chat_template).render(
+                messages=messages, add_generation_prompt=True, **self.special
+            )
+        except jinja2.TemplateError as error:
+            raise JaxkvError(f"the chat template refused the messages: {error}") from None
+
+    def save(self, folder: Path) -> None:
+        """Writes `tokenizer.json`, and what `from_folder` needs beside it."""
+        self.backend.save(str(folder / "tokenizer.json"))
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template)
+
+
+class Detokenizer:
+    """Text of a growing token sequence, piece by piece; holds back half of a character.
+
+    Decodes a window of recent tokens and not the whole text at every token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # tokens since the last clean cut
+        self._shown = 0  # characters of the window's text given out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text that these tokens complete."""
+        self._window.extend(token_ids)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith("\ufffd"):
+            return ""
+        piece = text[self._shown :]
+        self._shown = len(text)
+        if len(self._window) > 16:
+            # A byte-level token's text does not depend on its neighbours: any clean cut will do.
+            self._window, self._shown = [], 0
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, broken characters included."""
+        text = self._tokenizer.decode(self._window)[self._shown :]
+        self._window, self._shown = [], 0
+        return text
+
+
+def _byte_level(model: models.BPE, patterns: list[str]) -> Backend:
+    backend = Backend(model)
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
