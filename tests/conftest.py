@@ -1,0 +1,46 @@
+"""Shared fixtures. Everything runs on the CPU, with warnings as errors and strict promotion."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import Checkpoint, Llama, LlamaConfig, default_model, load
+
+sys.path.insert(0, str(Path(__file__).parent / "data"))  # hf_cases, shared with its maker
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def small_config(**changes) -> LlamaConfig:
+    base = dict(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaConfig(**(base | changes))
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Llama:
+    """Random weights, scaled up so that attention is peaked and a wrong page changes the argmax."""
+    model = Llama(small_config(), rngs=nnx.Rngs(7))
+    graph, params = nnx.split(model)
+    params = jax.tree.map(lambda x: x * 2 if x.ndim == 2 else x, params)
+    return nnx.merge(graph, params)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Checkpoint:
+    return load(default_model(), dtype=jnp.float32)

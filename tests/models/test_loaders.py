@@ -1,0 +1,327 @@
+"""Checkpoints that are right, and the many ways they can be wrong."""
+
+import json
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_cases import CASES, state_dict, tokens
+from safetensors.numpy import save_file
+
+from jaxkv.errors import ConfigError
+from models import Llama, LlamaConfig, Tokenizer, load, save_orbax
+from models.gguf_loader import GGUFFile, load_gguf
+from models.hf_loader import load_hf
+from models.orbax_checkpoint import load_orbax
+from models.weights import CheckpointError
+
+HF = {name: (config, seed) for name, config, seed in CASES}
+
+
+def folder(path, name="gqa_9_3", *, config=None, drop=(), add=None):
+    base, seed = HF[name]
+    weights = state_dict(base, seed)
+    weights = {k: v for k, v in weights.items() if k not in drop} | (add or {})
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(base | (config or {})))
+    save_file({k: np.ascontiguousarray(v) for k, v in weights.items()}, path / "model.safetensors")
+    return path
+
+
+def shards(path, name="mha"):
+    """The same weights in two files and an index."""
+    base, seed = HF[name]
+    weights = state_dict(base, seed)
+    names = sorted(weights)
+    files = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    (path / "config.json").write_text(json.dumps(base))
+    for file, part in files.items():
+        save_file({k: np.ascontiguousarray(weights[k]) for k in part}, path / file)
+    index = {"weight_map": {k: file for file, part in files.items() for k in part}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return index
+
+
+def logits(model, name):
+    config, seed = HF[name]
+    return np.asarray(model.dense(jnp.asarray(tokens(config, seed))))
+
+
+# -- tied embeddings -------------------------------------------------------------------------
+
+
+def test_tied_without_head_uses_the_embedding(tmp_path):
+    model = load_hf(folder(tmp_path, "gqa_9_3"), dtype=jnp.float32)
+    assert not hasattr(model, "lm_head")
+
+
+def test_tied_with_head_present_uses_the_embedding(tmp_path):
+    base, seed = HF["gqa_9_3"]
+    shape = state_dict(base, seed)["model.embed_tokens.weight"].shape
+    plain = load_hf(folder(tmp_path / "a"), dtype=jnp.float32)
+    head = {"lm_head.weight": np.full(shape, 9, np.float32)}
+    spare = load_hf(folder(tmp_path / "b", add=head), dtype=jnp.float32)
+    np.testing.assert_array_equal(logits(plain, "gqa_9_3"), logits(spare, "gqa_9_3"))
+
+
+def test_untied_without_head_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"missing \(lm_head.weight\)"):
+        load_hf(folder(tmp_path, "mha", drop=["lm_head.weight"]), dtype=jnp.float32)
+
+
+# -- biases ----------------------------------------------------------------------------------
+
+
+def test_biases_present_but_flag_false_is_an_error(tmp_path):
+    path = folder(tmp_path, "attention_bias", config={"attention_bias": False})
+    with pytest.raises(CheckpointError, match=r"8 unexpected \(model.layers.0.self_attn.k_proj.bias"):
+        load_hf(path, dtype=jnp.float32)
+
+
+def test_only_some_biases_in_the_file_is_an_error(tmp_path):
+    drop = [f"model.layers.{i}.self_attn.o_proj.bias" for i in range(2)]
+    with pytest.raises(CheckpointError, match="2 missing .*o_proj.bias"):
+        load_hf(folder(tmp_path, "attention_bias", drop=drop), dtype=jnp.float32)
+
+
+# -- shards ----------------------------------------------------------------------------------
+
+
+def test_sharded_equals_one_file(tmp_path):
+    shards(tmp_path)
+    one = load_hf(folder(tmp_path / "one", "mha"), dtype=jnp.float32)
+    np.testing.assert_array_equal(
+        logits(load_hf(tmp_path, dtype=jnp.float32), "mha"), logits(one, "mha")
+    )
+
+
+def test_two_shards_without_an_index_are_both_read(tmp_path):
+    shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    load_hf(tmp_path, dtype=jnp.float32)
+
+
+def test_missing_shard_is_named(tmp_path):
+    shards(tmp_path)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.safetensors, which is not there"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+def test_index_naming_a_tensor_its_shard_lacks(tmp_path):
+    index = shards(tmp_path)
+    index["weight_map"]["model.norm.weight"] = "a.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in a\.safetensors"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+def test_tensor_in_two_shards(tmp_path):
+    index = shards(tmp_path)
+    base, seed = HF["mha"]
+    name = next(k for k, f in index["weight_map"].items() if f == "a.safetensors")
+    save_file({name: state_dict(base, seed)[name]}, tmp_path / "c.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is in both"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+def test_truncated_file_is_named(tmp_path):
+    path = folder(tmp_path, "mha") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+def test_folder_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF["mha"][0]))
+    with pytest.raises(CheckpointError, match=r"no \.safetensors"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+def test_wrong_shape_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"model.norm.weight has shape \(7,\)"):
+        load_hf(folder(tmp_path, add={"model.norm.weight": np.ones(7, np.float32)}),
+                dtype=jnp.float32)  # fmt: skip
+
+
+# -- configs that cannot be honoured ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"), ("model_type", "qwen2"), ("pretraining_tp", 2),
+        ("sliding_window", 4096), ("rope_interleaved", True),
+        ("quantization_config", {"bits": 4}),
+    ],
+)  # fmt: skip
+def test_unsupported_field_is_named(field, value):
+    with pytest.raises(ConfigError, match=field):
+        LlamaConfig.from_hf(HF["mha"][0] | {field: value})
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_rope_scaling_types(key):
+    config = HF["mha"][0]
+    with pytest.raises(ConfigError, match="'yarn'"):
+        LlamaConfig.from_hf(config | {"rope_scaling": {key: "yarn", "factor": 2}})
+    with pytest.raises(ConfigError, match="low_freq_factor"):
+        LlamaConfig.from_hf(config | {"rope_scaling": {key: "llama3", "factor": 2}})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (33, 2), (4, 8)])
+def test_head_counts_that_do_not_divide(heads, kv_heads):
+    config = HF["mha"][0] | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    with pytest.raises(ConfigError, match=f"num_heads={heads}"):
+        LlamaConfig.from_hf(config)
+
+
+def test_missing_field_is_named():
+    config = {k: v for k, v in HF["mha"][0].items() if k != "vocab_size"}
+    with pytest.raises(ConfigError, match="vocab_size"):
+        LlamaConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(2, None, (2,)), ([2, 3], None, (2, 3)), (None, [5, 2], (5, 2)), (2, [7, 2], (7, 2))],
+)
+def test_end_tokens_come_from_both_files(config, generation, expected):
+    got = LlamaConfig.from_hf(
+        HF["mha"][0] | {"eos_token_id": config}, generation={"eos_token_id": generation}
+    )
+    assert got.eos_token_ids == expected
+
+
+@pytest.mark.parametrize("name", list(HF))
+def test_config_survives_its_own_file(name):
+    config = LlamaConfig.from_hf(HF[name][0])
+    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+# -- GGUF ------------------------------------------------------------------------------------
+
+
+def write_gguf(path, name, *, quantise=None, fields=None, architecture="llama"):
+    """The case's weights as llama.cpp's converter would write them."""
+    config, seed = HF[name]
+    c = LlamaConfig.from_hf(config)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_heads)
+    writer.add_head_count_kv(c.num_kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_theta)
+    for key, value in (fields or {}).items():
+        writer.add_uint32(key, value)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+             "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+             "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for key, value in state_dict(config, seed).items():
+        stem, kind = key.rsplit(".", 1)
+        if stem in top:
+            new = f"{top[stem]}.{kind}"
+        else:
+            _, _, i, rest = stem.split(".", 3)
+            new = f"blk.{i}.{names[rest]}.{kind}"
+            heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}.get(names[rest])
+            if heads:  # halves to neighbours, the layout of GGUF's llama
+                halves = value.reshape(heads, 2, -1, *value.shape[1:])
+                value = halves.swapaxes(1, 2).reshape(value.shape)
+        if quantise is not None and value.ndim == 2 and value.shape[1] % 32 == 0:
+            writer.add_tensor(new, gguf.quantize(value, quantise), raw_dtype=quantise)
+        else:
+            writer.add_tensor(new, np.ascontiguousarray(value))
+    if c.rope_scaling is not None:
+        from models.rope import inverse_frequencies
+
+        scaled = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        ratio = inverse_frequencies(c.head_dim, c.rope_theta) / scaled
+        writer.add_tensor("rope_freqs.weight", ratio.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa_9_3", "both_biases_tied", "llama3_small_original"])
+def test_gguf_equals_hugging_face(tmp_path, name):
+    model = load_gguf(GGUFFile(write_gguf(tmp_path / "m.gguf", name)), dtype=jnp.float32)
+    hf = load_hf(folder(tmp_path / "hf", name), dtype=jnp.float32)
+    np.testing.assert_allclose(logits(model, name), logits(hf, name), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
+def test_gguf_quantised_tensors(tmp_path, kind):
+    kind = gguf.GGMLQuantizationType[kind]
+    config, seed = HF["gqa_32_8"]
+    rounded = {
+        name: gguf.dequantize(gguf.quantize(value, kind), kind)
+        for name, value in state_dict(config, seed).items()
+        if value.ndim == 2 and value.shape[1] % 32 == 0
+    }
+    assert len(rounded) > 8
+    path = write_gguf(tmp_path / "m.gguf", "gqa_32_8", quantise=kind)
+    got = load_gguf(GGUFFile(path), dtype=jnp.float32)
+    want = load_hf(folder(tmp_path / "hf", "gqa_32_8", add=rounded), dtype=jnp.float32)
+    np.testing.assert_allclose(logits(got, "gqa_32_8"), logits(want, "gqa_32_8"), atol=1e-5)
+
+
+def test_gguf_field_that_cannot_be_honoured(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "mha", fields={"llama.expert_count": 8})
+    with pytest.raises(ConfigError, match=r"llama\.expert_count"):
+        load_gguf(GGUFFile(path), dtype=jnp.float32)
+
+
+def test_gguf_of_another_architecture(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "mha", architecture="qwen2")
+    with pytest.raises(ConfigError, match="'qwen2'"):
+        load_gguf(GGUFFile(path), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("size", [0, 3, 500, -1000])
+def test_damaged_gguf(tmp_path, size):
+    path = write_gguf(tmp_path / "m.gguf", "mha")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="readable GGUF"):
+        load(path)
+
+
+# -- Orbax -----------------------------------------------------------------------------------
+
+
+def test_orbax_round_trip(tmp_path, small_model):
+    save_orbax(tmp_path / "m", small_model, Tokenizer.bytes())
+    loaded = load(tmp_path / "m")
+    assert loaded.model.config == small_model.config
+    ids = jnp.arange(12).reshape(2, 6)
+    np.testing.assert_array_equal(loaded.model.dense(ids), small_model.dense(ids))
+    assert loaded.tokenizer.encode("ab") == [97, 98]
+
+
+def test_orbax_weights_of_another_config(tmp_path, small_model):
+    save_orbax(tmp_path, small_model)
+    other = Llama(
+        LlamaConfig(**(vars(small_model.config) | {"hidden_size": 16})), rngs=nnx.Rngs(0)
+    ).config
+    (tmp_path / "config.json").write_text(json.dumps(other.to_hf()))
+    with pytest.raises(CheckpointError, match="params"):
+        load_orbax(tmp_path, dtype=jnp.float32)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        load(tmp_path / "nope")
+    with pytest.raises(Exception, match=r"no tokenizer\.json"):
+        load(tmp_path)
