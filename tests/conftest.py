@@ -14,7 +14,8 @@ from flax import nnx
 
 from models import Checkpoint, Llama, LlamaConfig, default_model, load
 
-sys.path.insert(0, str(Path(__file__).parent / "data"))  # hf_cases, shared with its maker
+for folder in ("data", "pallas_kernels"):  # helpers that several test files share
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -15,6 +15,9 @@ others, which is not timed. "tokens_per_s" and "ms_per_step_median" are llama_de
 "full_" numbers add fetching the logits and the argmax in NumPy. Each KV type is measured with
 flash attention off, then the faster of them with flash attention on.
 
+"cpu_share" is the part of the threads' time that they got to run: much under 1 means that something
+else was using the machine, and that the row should be measured again.
+
 The caches are one for each stream (kv_unified off): with a unified one every stream's attention
 runs over the cells of all streams. --kv-unified measures that instead.
 """
@@ -152,10 +155,14 @@ def measure(
     decode_s: list[float] = []
     full_s: list[float] = []
     by_context: dict[int, float] = {}
+    wall_s = cpu_s = 0.0
     for context in contexts:
         decoder.fill(context - 1)
         decoder.step()  # not timed: llama.cpp puts the copies of fill() off until this one
+        wall, cpu = time.perf_counter(), time.process_time()
         times = [decoder.step() for _ in range(args.window_steps)]
+        wall_s += time.perf_counter() - wall
+        cpu_s += time.process_time() - cpu
         decode_s += [decode for decode, _ in times]
         full_s += [full for _, full in times]
         by_context[context] = round(1e3 * statistics.median(decode for decode, _ in times), 3)
@@ -170,6 +177,7 @@ def measure(
         "full_ms_per_step_median": round(1e3 * statistics.median(full_s), 3),
         "steps": len(decode_s),
         "ms_by_context": by_context,
+        "cpu_share": round(cpu_s / wall_s / args.threads, 2),
         "load_1m": round(os.getloadavg()[0], 2),
     }
 

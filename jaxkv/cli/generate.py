@@ -1,0 +1,154 @@
+"""`jaxkv generate`: text from a checkpoint through a paged cache, and what it took."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jaxkv.config import DTYPES
+from jaxkv.errors import ConfigError
+from jaxkv.generate import Generation, default_cache, generate
+from jaxkv.sampling import SamplingParams
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the command line."""
+    p = commands.add_parser(
+        "generate",
+        help="generate text through a paged KV cache",
+        description="Generates text through a paged KV cache; several prompts decode as one batch.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    p.add_argument("--prompts-file", type=Path, metavar="FILE", help="more prompts, one per line")
+    p.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    p.add_argument(
+        "--model", type=Path, metavar="PATH", default=argparse.SUPPRESS,
+        help="GGUF file, Hugging Face folder or Orbax checkpoint (default: SmolLM2-135M-Instruct)",
+    )  # fmt: skip
+    p.add_argument("--max-tokens", type=int, default=64, help="most tokens for each prompt")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    p.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0 is off")
+    p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest p; 1 is off")
+    p.add_argument("--seed", type=int, default=0, help="of the random draws")
+    p.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
+    p.add_argument(
+        "--num-blocks", type=int, default=argparse.SUPPRESS,
+        help="blocks in the pool (default: enough for the prompts)",
+    )  # fmt: skip
+    p.add_argument(
+        "--dtype", choices=list(DTYPES), default="float32", help="of weights, activations and cache"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    from models import default_model, load  # the one place where jaxkv looks outward
+    from models.tokenizer import Detokenizer
+
+    texts = list(args.prompts)
+    if args.prompts_file is not None:
+        texts += [line for line in args.prompts_file.read_text().splitlines() if line.strip()]
+    if not texts:
+        raise ConfigError("no prompt; give one, or --prompts-file with one per line")
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+    )
+    use_compilation_cache()
+    checkpoint = load(getattr(args, "model", None) or default_model(), dtype=args.dtype, progress=True)
+    tokenizer = checkpoint.tokenizer
+    if args.chat:
+        rendered = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+        prompts = [tokenizer.encode(text, add_bos=False) for text in rendered]
+    else:
+        prompts = [tokenizer.encode(text) for text in texts]
+    config = checkpoint.model.config
+    cache = default_cache(
+        config,
+        prompts,
+        params,
+        block_size=args.block_size,
+        num_blocks=getattr(args, "num_blocks", None),
+        dtype=args.dtype,
+    )
+    streaming = len(prompts) == 1 and not args.json
+    stream = Detokenizer(tokenizer)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=streaming
+    ) as progress:
+        task = progress.add_task("generating", total=len(prompts) * args.max_tokens)
+        if streaming and not args.chat:
+            print(texts[0], end="", flush=True)
+
+        def on_token(_: int, token: int) -> None:
+            progress.advance(task)
+            if streaming and token not in config.eos_token_ids:
+                print(stream.push([token]), end="", flush=True)
+
+        result = generate(checkpoint.model, prompts, params, cache=cache, on_token=on_token)
+    outputs = [
+        {
+            "prompt": text,
+            "text": tokenizer.decode(output.token_ids),
+            "token_ids": output.token_ids,
+            "finish_reason": output.finish_reason,
+            "num_cached_tokens": output.num_cached_tokens,
+        }
+        for text, output in zip(texts, result.outputs, strict=True)
+    ]
+    if args.json:
+        stats = dataclasses.asdict(result.stats) | {
+            "time_to_first_token": [o.time_to_first_token for o in result.outputs],
+            "block_size": cache.block_size,
+            "num_blocks": cache.num_blocks,
+        }
+        print(json.dumps({"outputs": outputs, "stats": stats}))
+        return 0
+    if streaming:
+        print(stream.flush())
+    else:
+        for output in outputs:
+            print(f"{'' if args.chat else output['prompt']}{output['text']}\n")
+    Console().print(_table(result, cache.block_size))
+    return 0
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled steps on disk between runs of the command line."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(base / "jaxkv" / "xla"))
+
+
+def _table(result: Generation, block_size: int) -> Table:
+    stats = result.stats
+    first = [o.time_to_first_token for o in result.outputs if o.time_to_first_token is not None]
+    table = Table(show_header=False)
+    mib = 2**20
+    rows = [
+        ("prompt tokens", f"{stats.prompt_tokens}"),
+        ("generated tokens", f"{stats.generated_tokens}"),
+        ("time to first token", f"{max(first):.2f} s" if first else "-"),
+        ("decode speed", f"{stats.decode_tokens_per_s:.1f} tokens/s"),
+        ("blocks used", f"{stats.peak_blocks} of {block_size} tokens"),
+        ("KV bytes in blocks", f"{stats.kv_bytes / mib:.1f} MiB"),
+        (f"contiguous cache of {stats.max_len}", f"{stats.contiguous_bytes / mib:.1f} MiB"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+

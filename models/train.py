@@ -1,0 +1,261 @@
+"""Trains a byte-level Llama of just under a million parameters on one text file.
+
+Every step is a function of the settings, the step's number, parameters and optimizer state, so a
+run that was cut off and resumed ends bit for bit where an uninterrupted one does.
+"""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import math
+import pydoc_data.topics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxkv.errors import ConfigError, JaxkvError
+from models.config import LlamaConfig
+from models.llama import Llama
+from models.orbax_checkpoint import save_orbax
+from models.tokenizer import Tokenizer
+from models.weights import CheckpointError
+
+
+def tiny_config() -> LlamaConfig:
+    """A Llama of 0.8 million parameters whose tokens are bytes."""
+    return LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4,
+        num_kv_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """All that determines a run.
+
+    Attributes:
+      text: file to train on, read as bytes; None for the help topics that come with Python.
+      steps: optimizer steps of the whole run; the learning rate's schedule spans them.
+      batch: windows of text per step.
+      length: bytes per window.
+      lr: peak learning rate, after a warm-up over a tenth of the steps.
+      seed: of the initial weights and the order of the text.
+      checkpoint_every: steps between checkpoints; the last step makes one too.
+    """
+
+    text: Path | None = None
+    steps: int = 600
+    batch: int = 16
+    length: int = 128
+    lr: float = 3e-3
+    seed: int = 0
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in dict(steps=1, batch=1, length=1, seed=0, checkpoint_every=1).items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.length > (most := tiny_config().max_position_embeddings):
+            raise ConfigError(f"length={self.length} exceeds the model's context of {most}")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr={self.lr} must be positive and finite")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """A trained model and how it got there.
+
+    Attributes:
+      model: the trained model.
+      losses: training loss of every step, in nats per byte.
+      held_out: (steps done, loss on the text's last tenth), some twenty times.
+    """
+
+    model: Llama
+    losses: list[float]
+    held_out: list[tuple[int, float]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_fn(graph: nnx.GraphDef[Llama], params: Any, tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy, in nats, of every next token of i32[batch, length + 1].
+
+    Graph and params are a model's: `graph, params = nnx.split(model)`.
+    """
+    logits = nnx.merge(graph, params).dense(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train(
+    config: TrainConfig, out: Path, *, resume: bool = False, progress: bool = False
+) -> TrainResult:
+    """Trains a model and writes it to `out`, ready for `models.load`.
+
+    Args:
+      config: what to train.
+      out: folder of the model, of `loss.png`, and of the run's checkpoints in `train/`.
+      resume: go on from the last checkpoint; all but `checkpoint_every` must be as it was.
+      progress: show a progress bar on standard error.
+
+    Raises:
+      ConfigError: text missing or too short; `out` taken; settings that are not the run's.
+      CheckpointError: nothing to resume, or a damaged checkpoint.
+      JaxkvError: the loss stopped being finite.
+    """
+    text = _read_text(config)
+    folder = out.absolute() / "train"
+    if not resume and ((out / "config.json").exists() or any(folder.glob("*"))):
+        raise ConfigError(f"{out} already holds a model or a run; resume it or choose another")
+    if resume and not folder.is_dir():
+        raise CheckpointError(f"nothing to resume: there is no {folder}")
+
+    seen, unseen = np.split(text, [len(text) - len(text) // 10])
+    spread = np.linspace(0, len(unseen) - config.length - 1, 16, dtype=int)
+    held_out = _windows(unseen, spread, config.length)
+    graph, state = nnx.split(Llama(tiny_config(), rngs=nnx.Rngs(config.seed)))
+    params = nnx.to_pure_dict(state)
+    arrays = {"params": params, "optimizer": _optimizer(config).init(params)}
+    # All that the outcome depends on; of the text a digest, as the file may have moved.
+    settings = dataclasses.asdict(config) | {"text": hashlib.sha256(text).hexdigest()}
+    del settings["checkpoint_every"]
+    history: dict[str, Any] = {"settings": settings, "losses": [], "held_out": []}
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=ocp.checkpoint_managers.LatestN(2),
+        cleanup_tmp_directories=True,  # those of a run that was killed while it saved
+        enable_async_checkpointing=False,  # the next step donates what a save would still read
+    )
+    bar = Progress(console=Console(stderr=True), disable=not progress)
+    with ocp.CheckpointManager(folder, options=options) as manager, bar:
+        if resume:
+            history, arrays = _restore(manager, settings, arrays)
+        task = bar.add_task("compiling", total=config.steps, completed=len(history["losses"]))
+        for done in range(len(history["losses"]) + 1, config.steps + 1):
+            # The text's order depends on seed and step alone: there is no reader state to restore.
+            rng = np.random.default_rng([config.seed, done])
+            starts = rng.integers(0, len(seen) - config.length, config.batch)
+            arrays, value = _step(graph, config, arrays, _windows(seen, starts, config.length))
+            history["losses"].append(value := float(value))
+            if not math.isfinite(value):
+                raise JaxkvError(f"loss={value} at step {done}; lower lr={config.lr}")
+            if done % max(1, config.steps // 20) == 0 or done == config.steps:
+                history["held_out"].append((done, float(loss_fn(graph, arrays["params"], held_out))))
+            if done % config.checkpoint_every == 0 or done == config.steps:
+                log, tree = ocp.args.JsonSave(history), ocp.args.StandardSave(arrays)
+                manager.save(done, args=ocp.args.Composite(history=log, arrays=tree))
+            speed = (bar.tasks[0].speed or 0) * config.batch * config.length
+            bar.update(task, completed=done, description=f"loss {value:.3f}, {speed:,.0f} tokens/s")
+
+    pairs = [(done, value) for done, value in history["held_out"]]  # JSON makes lists of them
+    result = TrainResult(nnx.merge(graph, arrays["params"]), history["losses"], pairs)
+    save_orbax(out, result.model, Tokenizer.bytes())
+    _plot(result, out / "loss.png")
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _step(graph, config: TrainConfig, arrays, tokens):
+    """DONATES arrays."""
+    params, state = arrays["params"], arrays["optimizer"]
+    loss, grads = jax.value_and_grad(loss_fn, argnums=1)(graph, params, tokens)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        updates, state = _optimizer(config).update(grads, state, params)
+    return {"params": optax.apply_updates(params, updates), "optimizer": state}, loss
+
+
+def _read_text(config: TrainConfig) -> np.ndarray:
+    """u8[bytes], which are the ids that `Tokenizer.bytes` would give."""
+    try:
+        topics = "\n".join(pydoc_data.topics.topics.values())
+        data = config.text.read_bytes() if config.text else topics.encode()
+    except OSError as error:
+        raise ConfigError(f"text={config.text}: {error.strerror}") from None
+    if len(data) < (needed := 10 * (config.length + 1)):  # the tenth held out must hold a window
+        raise ConfigError(f"text has {len(data)} bytes; length={config.length} needs {needed}")
+    return np.frombuffer(data, np.uint8)
+
+
+def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> jax.Array:
+    """i32[len(starts), length + 1]: inputs and, one further on, targets."""
+    return jnp.asarray(text[starts[:, None] + np.arange(length + 1)], jnp.int32)
+
+
+def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    warmup = max(1, config.steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        config.lr / warmup, config.lr, warmup, config.steps + 1, config.lr / 10
+    )  # steps + 1: a run of one step is all warm-up, and optax wants some decay
+    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def _restore(manager: ocp.CheckpointManager, settings: dict[str, Any], like: Any):
+    """History, and arrays shaped like `like`, of the latest checkpoint."""
+    latest = manager.latest_step()
+    if latest is None:
+        raise CheckpointError(f"nothing to resume: {manager.directory} has no complete checkpoint")
+    arrays = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+    items = ocp.args.Composite(history=ocp.args.JsonRestore(), arrays=arrays)
+    try:
+        saved = manager.restore(latest, args=items)
+    except (ValueError, KeyError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{manager.directory}, step {latest}: {reason}") from None
+    for name, ours in settings.items():
+        if (theirs := saved["history"]["settings"].get(name)) != ours:
+            raise ConfigError(f"{name}={ours}, but the run to resume has {name}={theirs}")
+    return saved["history"], saved["arrays"]
+
+
+def _plot(result: TrainResult, path: Path) -> None:
+    figure = Figure(layout="constrained")  # not pyplot: no global state, and Agg draws it anywhere
+    axes = figure.subplots()
+    axes.plot(range(1, len(result.losses) + 1), result.losses, label="train", alpha=0.6)
+    axes.plot(*zip(*result.held_out, strict=True), label="held out", marker=".")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)  # argparse would print its usage too
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = _Parser(prog="python -m models.train", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("tiny-llama"), help="%(default)s")
+    parser.add_argument("--text", type=Path, help="Python's help topics")
+    for field in dataclasses.fields(TrainConfig)[1:]:
+        flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
+        parser.add_argument(flag, type=kind, default=field.default, help="%(default)s")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    try:
+        options = vars(parser.parse_args(argv))
+        out, resume = options.pop("out"), options.pop("resume")
+        result = train(TrainConfig(**options), out, resume=resume, progress=True)
+    except (JaxkvError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    print(f"{out}: loss {result.losses[-1]:.3f}, held out {result.held_out[-1][1]:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

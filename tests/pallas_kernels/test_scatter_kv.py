@@ -1,0 +1,58 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.copy_blocks import copy_blocks
+from pallas_kernels.scatter_kv import scatter_kv, scatter_kv_reference
+
+SHAPE = (4, 2, 2, 3, 4, 8)  # N, L, 2, H, B, D
+step = jax.jit(scatter_kv, donate_argnums=0, static_argnames="layer")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_equals_the_reference(rng, tokens):
+    pages = rng.normal(size=SHAPE).astype(np.float32)
+    k, v = rng.normal(size=(2, tokens, 3, 8)).astype(np.float32)
+    slots = rng.permutation(16)[:tokens]
+    args = (k, v, slots // 4, slots % 4)
+    want = scatter_kv_reference(pages, *args, layer=1)
+    np.testing.assert_array_equal(step(jnp.asarray(pages), *map(jnp.asarray, args), layer=1), want)
+
+
+@pytest.mark.parametrize("padding", [-1, 4, 10**6, np.iinfo(np.int32).min])
+def test_padding_is_dropped_wherever_it_points(padding):
+    pages = jnp.full(SHAPE, 5.0)
+    kv = jnp.full((3, 3, 8), jnp.nan).at[0].set(1.0)
+    blocks, offsets = jnp.array([0, padding, padding]), jnp.array([2, 3, 0])
+    out = np.array(step(pages, kv, kv, blocks, offsets, layer=0))
+    assert (out[0, 0, :, :, 2] == 1).all()
+    out[0, 0, :, :, 2] = 5
+    assert (out == 5).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_in_place(tokens):
+    spec = jax.ShapeDtypeStruct
+    args = (spec((tokens, 3, 8), jnp.float32),) * 2 + (spec((tokens,), jnp.int32),) * 2
+    compiled = step.lower(spec(SHAPE, jnp.float32), *args, layer=1).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == np.prod(SHAPE) * 4
+    pages = jnp.zeros(SHAPE)
+    pointer = pages.unsafe_buffer_pointer()
+    kv = jnp.ones((tokens, 3, 8))
+    zeros = jnp.zeros(tokens, jnp.int32)
+    out = step(pages, kv, kv, zeros, zeros, layer=1)
+    assert out.unsafe_buffer_pointer() == pointer
+    assert pages.is_deleted()
+
+
+def test_pages_keep_their_dtype():
+    out = step(jnp.zeros(SHAPE, jnp.bfloat16), *[jnp.ones((1, 3, 8))] * 2,
+               *[jnp.zeros(1, jnp.int32)] * 2, layer=0)  # fmt: skip
+    assert out.dtype == jnp.bfloat16
+
+
+def test_copy_blocks_reads_before_it_writes_and_drops_padding():
+    pages = jnp.arange(4.0)[:, None] * jnp.ones((4, 3))
+    out = copy_blocks(pages, jnp.array([1, 2, 0]), jnp.array([2, 3, 99]))
+    assert out[:, 0].tolist() == [0, 1, 1, 2]
