@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +58,9 @@ class GenerationStats:
       prompt_tokens: over all prompts.
       generated_tokens: over all prompts.
       seconds: wall time of the whole call, compilation included.
-      decode_tokens_per_s: tokens of decode steps over their seconds; 0 without a decode step.
+      compile_seconds: of those, in steps that had to be compiled first (or read from JAX's
+        compilation cache).
+      decode_tokens_per_s: tokens of the other decode steps over their seconds; 0 if there is none.
       decode_steps: decode steps run.
       prefill_steps: prefill steps run.
       peak_blocks: most blocks that were in use at once.
@@ -70,6 +72,7 @@ class GenerationStats:
     prompt_tokens: int
     generated_tokens: int
     seconds: float
+    compile_seconds: float
     decode_tokens_per_s: float
     decode_steps: int
     prefill_steps: int
@@ -85,6 +88,10 @@ class Generation:
 
     outputs: list[Output]
     stats: GenerationStats
+
+
+# How often `step` was traced, by its (tokens, sequences): each should come up once per model.
+trace_counts: Counter[tuple[int, int]] = Counter()
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
@@ -106,6 +113,7 @@ def step(
     Returns:
       i32[S], the token after each sequence's last one; and the new state.
     """
+    trace_counts[len(tokens), len(batch.query_start) - 1] += 1
     state = apply_device_plan(state, plan)
     logits, state = nnx.merge(graph, params)(tokens, state, batch)
     positions = jax.numpy.asarray(batch.positions)[batch.last_tokens] + 1
@@ -184,7 +192,8 @@ def generate(
             prompt_tokens=prompt_tokens,
             generated_tokens=generated,
             seconds=time.perf_counter() - started,
-            decode_tokens_per_s=loop.decode_tokens / loop.decode_seconds if loop.decode_steps else 0,
+            compile_seconds=loop.compile_seconds,
+            decode_tokens_per_s=loop.decode_tokens / loop.decode_seconds if loop.decode_tokens else 0,
             decode_steps=loop.decode_steps,
             prefill_steps=loop.prefill_steps,
             peak_blocks=peak,
@@ -294,7 +303,7 @@ class _Loop:
         self.on_token = on_token
         self.decode_buckets = [1 << i for i in range((cache.max_seqs - 1).bit_length() + 1)]
         self.decode_steps = self.prefill_steps = self.decode_tokens = self.peak_seqs = 0
-        self.decode_seconds = 0.0
+        self.decode_seconds = self.compile_seconds = 0.0
 
     def run(self) -> None:
         while self.waiting or self.prefilling or self.decoding:
@@ -302,10 +311,7 @@ class _Loop:
             if self.prefilling:
                 self._prefill()
             else:
-                began = time.perf_counter()
-                self.decode_tokens += len(self.decoding)
                 self._decode()
-                self.decode_seconds += time.perf_counter() - began
 
     def _admit(self) -> None:
         """First come, first served, while rows are free and the pool holds all to their ends."""
@@ -367,7 +373,11 @@ class _Loop:
             num_seqs=bucket(len(chosen), self.decode_buckets),
             padding_row=self.cache.max_seqs,
         )
+        compiled, began = self.compile_seconds, time.perf_counter()
         sampled = self._step(chosen, tokens, batch)
+        if self.compile_seconds == compiled:
+            self.decode_seconds += time.perf_counter() - began
+            self.decode_tokens += len(chosen)
         self.decode_steps += 1
         for request, token in zip(chosen, sampled, strict=True):
             self.manager.commit(request.index, 1)
@@ -387,6 +397,7 @@ class _Loop:
             # Too many changes for the step's own small plan (a prompt came or went).
             self.state = apply_plan(self.state, plan)
             plan = Plan.empty()
+        traces, began = trace_counts.total(), time.perf_counter()
         sampled, self.state = step(
             self.graph,
             self.params,
@@ -396,6 +407,8 @@ class _Loop:
             batch,
             sampling,
         )
+        if trace_counts.total() > traces:
+            self.compile_seconds += time.perf_counter() - began
         return np.asarray(sampled)[: len(chosen)].tolist()
 
     def _take_token(self, request: _Request, token: int) -> None:

@@ -15,6 +15,7 @@ from flax import nnx
 
 import jaxkv
 from models.config import LlamaConfig
+from models.linear import Linear, project
 from models.rope import apply_rope, inverse_frequencies, rope_phases
 
 # attend(q [..., Hq, D], k [..., H, D], v [..., H, D], layer, cache) -> out [..., Hq, D], cache
@@ -26,11 +27,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
-        kind = dict(use_bias=c.attention_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.q_proj = nnx.Linear(c.hidden_size, c.num_heads * c.head_dim, **kind)
-        self.k_proj = nnx.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
-        self.v_proj = nnx.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
-        self.o_proj = nnx.Linear(c.num_heads * c.head_dim, c.hidden_size, **kind)
+        kind = dict(bias=c.attention_bias, dtype=dtype, rngs=rngs)
+        self.q_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, **kind)
+        self.k_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
+        self.v_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
+        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, **kind)
         self.head_dim = c.head_dim
 
     def __call__(self, x: jax.Array, phases, attend: Attend, layer: int, cache: Any):
@@ -47,10 +48,10 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         wide, narrow = config.intermediate_size, config.hidden_size
-        kind = dict(use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.gate_proj = nnx.Linear(narrow, wide, **kind)
-        self.up_proj = nnx.Linear(narrow, wide, **kind)
-        self.down_proj = nnx.Linear(wide, narrow, **kind)
+        kind = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_proj = Linear(narrow, wide, **kind)
+        self.up_proj = Linear(narrow, wide, **kind)
+        self.down_proj = Linear(wide, narrow, **kind)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -103,10 +104,9 @@ class Llama(nnx.Module):
         self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_layers)])
         self.norm = _norm(config, dtype, rngs)
         if not config.tie_word_embeddings:
-            self.lm_head = nnx.Linear(
-                config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype,
-                param_dtype=dtype, rngs=rngs,
-            )  # fmt: skip
+            self.lm_head = Linear(
+                config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs
+            )
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: Any):
         """Final hidden states [..., hidden_size] of tokens i32[...], and the cache."""
@@ -120,8 +120,9 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[..., vocab_size]."""
-        head = self.embed.attend if self.config.tie_word_embeddings else self.lm_head
-        return head(hidden).astype(jnp.float32)
+        tied = self.config.tie_word_embeddings
+        weight = self.embed.embedding[...] if tied else self.lm_head.weight[...]
+        return project(hidden, weight).astype(jnp.float32)
 
     def __call__(
         self, tokens: jax.Array, state: jaxkv.PagedState, batch: jaxkv.Batch

@@ -90,10 +90,7 @@ class TrainResult:
 
 @functools.partial(jax.jit, static_argnums=0)
 def loss_fn(graph: nnx.GraphDef[Llama], params: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy, in nats, of every next token of i32[batch, length + 1].
-
-    Graph and params are a model's: `graph, params = nnx.split(model)`.
-    """
+    """Mean cross-entropy, in nats, of the next tokens in i32[batch, length + 1]; model split."""
     logits = nnx.merge(graph, params).dense(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -121,9 +118,9 @@ def train(
     if resume and not folder.is_dir():
         raise CheckpointError(f"nothing to resume: there is no {folder}")
 
-    seen, unseen = np.split(text, [len(text) - len(text) // 10])
-    spread = np.linspace(0, len(unseen) - config.length - 1, 16, dtype=int)
-    held_out = _windows(unseen, spread, config.length)
+    seen, rest = np.split(text, [len(text) - len(text) // 10])
+    spread = np.linspace(0, len(rest) - config.length - 1, 16, dtype=int)
+    unseen = _windows(rest, spread, config.length)
     graph, state = nnx.split(Llama(tiny_config(), rngs=nnx.Rngs(config.seed)))
     params = nnx.to_pure_dict(state)
     arrays = {"params": params, "optimizer": _optimizer(config).init(params)}
@@ -150,7 +147,7 @@ def train(
             if not math.isfinite(value):
                 raise JaxkvError(f"loss={value} at step {done}; lower lr={config.lr}")
             if done % max(1, config.steps // 20) == 0 or done == config.steps:
-                history["held_out"].append((done, float(loss_fn(graph, arrays["params"], held_out))))
+                history["held_out"].append((done, float(loss_fn(graph, arrays["params"], unseen))))
             if done % config.checkpoint_every == 0 or done == config.steps:
                 log, tree = ocp.args.JsonSave(history), ocp.args.StandardSave(arrays)
                 manager.save(done, args=ocp.args.Composite(history=log, arrays=tree))
@@ -237,11 +234,11 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = _Parser(prog="python -m models.train", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("tiny-llama"), help="%(default)s")
-    parser.add_argument("--text", type=Path, help="Python's help topics")
+    parser.add_argument("--out", type=Path, default=Path("tiny-llama"), help="default: %(default)s")
+    parser.add_argument("--text", type=Path, help="default: Python's help topics")
     for field in dataclasses.fields(TrainConfig)[1:]:
         flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
-        parser.add_argument(flag, type=kind, default=field.default, help="%(default)s")
+        parser.add_argument(flag, type=kind, default=field.default, help="default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     try:
         options = vars(parser.parse_args(argv))

@@ -40,7 +40,7 @@ def hf_name(path: tuple[Any, ...]) -> str:
     """Hugging Face's name of the parameter at an NNX path.
 
     Example:
-      >>> hf_name(("layers", 3, "attention", "q_proj", "kernel"))
+      >>> hf_name(("layers", 3, "attention", "q_proj", "weight"))
       'model.layers.3.self_attn.q_proj.weight'
     """
     *modules, leaf = path
@@ -94,13 +94,12 @@ def build(
         console=_stderr(),
     ):  # fmt: skip
         value = tensors[wanted[path]]()
-        value = value.T if path[-1] == "kernel" else value
         if value.shape != variable.get_value().shape:
             raise CheckpointError(
-                f"{source}: {wanted[path]} has shape {value.shape[::-1]}, its config wants "
-                f"{variable.get_value().shape[::-1]}"
+                f"{source}: {wanted[path]} has shape {value.shape}, its config wants "
+                f"{variable.get_value().shape}"
             )
-        flat.append((path, variable.replace(jnp.asarray(np.ascontiguousarray(value), dtype))))
+        flat.append((path, variable.replace(jnp.asarray(value, dtype))))
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     jax.block_until_ready(nnx.state(model))
     return model

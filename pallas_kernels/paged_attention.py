@@ -155,21 +155,21 @@ def _read_pages(kv_pages, blocks, layer, dtype):
     return take(row).reshape(shape), take(row + num_kv_heads).reshape(shape)
 
 
-def _accumulate(carry, q, k, v, visible):
+def _accumulate(carry, q, k, v, visible, written):
     """One online-softmax step of `...hqd` queries over a tile of `...htd` keys and values.
 
-    visible broadcasts to [..., h, q, t]; a value that no query may see must not be multiplied
-    either: 0 x NaN is NaN, and a recycled slot may hold anything.
+    visible broadcasts to [..., h, q, t], written to [..., h, t, 1]. A slot that is not written
+    must not be multiplied either: 0 x NaN is NaN, and a recycled slot may hold anything. (A row
+    that sees nothing at all sums weights of 1 over such zeros, and so comes out as 0.)
     """
     m, l, acc = carry
     f32 = jnp.float32
     s = jnp.einsum("...hqd,...htd->...hqt", q, k, preferred_element_type=f32)
     s = jnp.where(visible, s, _MASKED)
-    seen = visible.any(axis=-2, keepdims=True).swapaxes(-1, -2)  # [..., h, t, 1]
-    v = jnp.where(seen, v, jnp.zeros_like(v))
+    v = jnp.where(written, v, jnp.zeros_like(v))
     m_new = jnp.maximum(m, s.max(axis=-1, keepdims=True))
     alpha = jnp.exp(m - m_new)
-    p = jnp.where(visible, jnp.exp(s - m_new), 0)
+    p = jnp.exp(s - m_new)
     l = l * alpha + p.sum(axis=-1, keepdims=True)
     out = jnp.einsum("...hqt,...htd->...hqd", p.astype(v.dtype), v, preferred_element_type=f32)
     return m_new, l, acc * alpha + out
@@ -209,7 +209,9 @@ def _decode_xla(q, kv_pages, tables, seq_lens, query_start, layer, scale):
         blocks = lax.dynamic_slice_in_dim(tables, i * pages_per_tile, pages_per_tile, 1)
         k, v = _read_pages(kv_pages, blocks, layer, q.dtype)
         visible = i * tile + jnp.arange(tile, dtype=jnp.int32) < lens[:, None]
-        return _accumulate(carry, q, k, v, visible[:, None, None, :])
+        return _accumulate(
+            carry, q, k, v, visible[:, None, None, :], visible[:, None, :, None]
+        )
 
     num_tiles = lax.div(lens.max() + (tile - 1), jnp.int32(tile))
     carry = lax.fori_loop(0, num_tiles, body, _start(q.shape))
@@ -252,7 +254,7 @@ def _prefill_xla(q, kv_pages, tables, seq_lens, query_start, layer, scale, max_q
             k, v = _read_pages(kv_pages, blocks, layer, q.dtype)
             token = j * tile + jnp.arange(tile, dtype=jnp.int32)
             visible = (token <= row_positions[:, None]) & (token < length)
-            return _accumulate(carry, qt, k, v, visible[None])
+            return _accumulate(carry, qt, k, v, visible[None], (token < length)[:, None])
 
         num_tiles = lax.div(last_seen + (tile - 1), jnp.int32(tile))
         o = _finish(lax.fori_loop(0, num_tiles, key_tile, _start(qt.shape)))

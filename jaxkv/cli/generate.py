@@ -143,6 +143,7 @@ def _table(result: Generation, block_size: int) -> Table:
         ("prompt tokens", f"{stats.prompt_tokens}"),
         ("generated tokens", f"{stats.generated_tokens}"),
         ("time to first token", f"{max(first):.2f} s" if first else "-"),
+        ("of it and later, compiling", f"{stats.compile_seconds:.2f} s"),
         ("decode speed", f"{stats.decode_tokens_per_s:.1f} tokens/s"),
         ("blocks used", f"{stats.peak_blocks} of {block_size} tokens"),
         ("KV bytes in blocks", f"{stats.kv_bytes / mib:.1f} MiB"),

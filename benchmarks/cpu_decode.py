@@ -1,0 +1,150 @@
+"""Batched decode of SmolLM2-135M in float32 on the CPU: jaxkv against llama.cpp, in one run.
+
+    uv run benchmarks/cpu_decode.py --json out.json
+    uv run benchmarks/cpu_decode.py --peer-python PYTHON --peer-gguf smollm2-f32.gguf
+
+The peer needs an environment of its own (see benchmarks/peers/llama_cpp_decode.py) and the weights
+as an F32 GGUF (tests/data/make_llama_cpp.py writes one). Every step is whole: block manager, plan,
+dispatch, forward pass, greedy choice, and the tokens back on the host.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jaxkv
+from jaxkv.block_manager import BlockManager
+from jaxkv.generate import step
+from jaxkv.sampling import SamplingArrays
+from jaxkv.state import Batch, apply_plan, pad_plan
+from models import default_model, load
+
+PEER = Path(__file__).parent / "peers" / "llama_cpp_decode.py"
+TARGETS = {1: 0.8, 8: 1.0, 32: 1.2}  # of llama.cpp's rate
+
+
+def contexts(start: int, end: int, window: int, count: int = 5) -> list[int]:
+    """Where the timed windows begin: evenly from start to the last that ends at `end`, an untimed step before each."""
+    return [int(x) for x in np.linspace(start, end - window - 1, count)]
+
+
+def measure(model, streams: int, start: int, end: int, window: int, dtype: str) -> dict:
+    """Tokens per second of `streams` sequences, over windows of steps between two contexts."""
+    config = jaxkv.CacheConfig.for_model(
+        model.config, max_len=end, max_seqs=streams, block_size=16, dtype=dtype
+    )
+    graph, params = nnx.split(model)
+    sampling = SamplingArrays.of([jaxkv.SamplingParams()] * streams, list(range(streams)), streams)
+    rng = np.random.default_rng(0)
+    seconds: dict[int, list[float]] = {}
+    for context in contexts(start, end, window):
+        manager = BlockManager.for_config(config)
+        state = jaxkv.init_state(config)
+        # What the cached keys and values are does not change the time; that they are there does.
+        ids = list(range(streams))
+        rows = np.array([manager.allocate(i, np.zeros(context, int)).row for i in ids])
+        for i in ids:
+            manager.commit(i, context)
+        state = apply_plan(state, manager.take_plan())
+        tokens = rng.integers(0, model.config.vocab_size, streams).astype(np.int32)
+        times = []
+        for i in range(window + 1):
+            began = time.perf_counter()
+            manager.append_batch(ids, tokens)
+            batch = Batch.decode(
+                rows, np.full(streams, context + i), num_seqs=streams, padding_row=config.max_seqs
+            )
+            plan = pad_plan(manager.take_plan(), cells=max(8, streams), lengths=max(8, streams))
+            out, state = step(graph, params, state, plan, tokens, batch, sampling)
+            tokens = np.asarray(out)
+            for seq in ids:
+                manager.commit(seq, 1)
+            times.append(time.perf_counter() - began)
+        seconds[context] = times[1:]  # the first step compiles, or finds caches cold
+    steps = [t for times in seconds.values() for t in times]
+    return {
+        "engine": "jaxkv",
+        "streams": streams,
+        "kv_type": dtype,
+        "tokens_per_s": streams * len(steps) / sum(steps),
+        "ms_per_step_median": 1e3 * float(np.median(steps)),
+        "steps": len(steps),
+        "ms_by_context": {str(c): 1e3 * float(np.median(t)) for c, t in seconds.items()},
+    }
+
+
+def peer_rows(python: str, gguf: str, args: argparse.Namespace, streams: list[int]) -> list[dict]:
+    """llama.cpp's rows, from its own environment: the best of its settings at F32 weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "peer.json"
+        subprocess.run(
+            [python, str(PEER), "--gguf", gguf, "--streams", ",".join(map(str, streams)),
+             "--context-start", str(args.start), "--context-end", str(args.end),
+             "--threads", "2", "--kv-types", "f32,f16", "--flash-attn", "off", "--json", str(out)],
+            check=True, stdout=sys.stderr,
+        )  # fmt: skip
+        return json.loads(out.read_text())["rows"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", default="1,8,32")
+    parser.add_argument("--start", type=int, default=64, help="first context, in tokens")
+    parser.add_argument("--end", type=int, default=512, help="last context, in tokens")
+    parser.add_argument("--window", type=int, default=24, help="timed steps at each context")
+    parser.add_argument("--rounds", type=int, default=1, help="repeat both sides in turn")
+    parser.add_argument("--dtype", default="float32", help="of the cache's pages")
+    parser.add_argument("--peer-python", help="python of an environment with llama-cpp-python")
+    parser.add_argument("--peer-gguf", help="SmolLM2 as an F32 GGUF")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    streams = [int(x) for x in args.streams.split(",")]
+    model = load(default_model(), progress=True).model
+    rows: list[dict] = []
+    for _ in range(args.rounds):
+        for n in track(streams, "jaxkv", console=Console(stderr=True), transient=True):
+            rows.append(measure(model, n, args.start, args.end, args.window, args.dtype))
+        if args.peer_python:
+            for n in streams:
+                rows += peer_rows(args.peer_python, args.peer_gguf, args, [n])
+
+    table = Table(title=f"SmolLM2-135M F32, decode from {args.start} to {args.end}, tokens/s")
+    for column in ("streams", "jaxkv", "ms/step", "llama.cpp (best)", "ratio", "target"):
+        table.add_column(column, justify="right")
+    ratios = {}
+    for n in streams:
+        own = float(np.median([r["tokens_per_s"] for r in rows if r.get("engine") and r["streams"] == n]))
+        peers = [r["tokens_per_s"] for r in rows if r.get("peer") and r["streams"] == n]
+        best = max(peers) if peers else None
+        ratios[n] = own / best if best else None
+        table.add_row(
+            str(n), f"{own:.1f}", f"{1e3 * n / own:.1f}", f"{best:.1f}" if best else "-",
+            f"{own / best:.2f}" if best else "-", f"{TARGETS.get(n, '-')}",
+        )  # fmt: skip
+    Console().print(table)
+    if args.json:
+        meta = {
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+            "load_1m": os.getloadavg()[0],
+        }
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows, "ratios": ratios}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,56 @@
+"""Matrix products with weights stored [out, in], as checkpoints have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+_FEW_ROWS = range(2, 17)
+
+
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] @ weight [out, in]^T -> [..., out]."""
+    rows = x.size // x.shape[-1]
+    if x.ndim == 2 and rows in _FEW_ROWS:
+        return lax.platform_dependent(x, weight, cpu=_few_rows_on_cpu, default=_dot)
+    return _dot(x, weight)
+
+
+def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _few_rows_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same with the weight as left operand, which XLA's CPU library reads as it lies.
+
+    The right operand it first repacks, all of it, at every step. On two cores 30 layers of
+    SmolLM2's MLP took 24 ms so against 29 ms (8 rows) and 19 against 31 ms (2 rows); at 32 rows
+    there is nothing left to win. Without the barrier XLA turns the product round again.
+    """
+    out = lax.dot_general(weight, x, (((1,), (1,)), ((), ())))
+    return lax.optimization_barrier(out).T
+
+
+class Linear(nnx.Module):
+    """x @ weight^T + bias.
+
+    Args:
+      width_in: elements of x's last axis.
+      width_out: elements of the result's.
+      bias: whether there is one.
+      dtype: of the parameters.
+      rngs: of the initial weight.
+    """
+
+    def __init__(self, width_in: int, width_out: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        self.weight = nnx.Param(init(rngs.params(), (width_out, width_in), dtype))
+        self.bias = nnx.Param(jnp.zeros(width_out, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = project(x, self.weight[...])
+        return out if self.bias is None else out + self.bias[...]

@@ -1,0 +1,220 @@
+"""The host's bookkeeping: every refusal changes nothing, every end gives everything back."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import jaxkv
+from jaxkv.block_manager import NULL_BLOCK, BlockManager
+from jaxkv.errors import (
+    ConfigError,
+    InvariantError,
+    JaxkvError,
+    OutOfBlocksError,
+    UnknownSequenceError,
+)
+
+
+def make(blocks=4, size=4, seqs=4, columns=8):
+    """A manager with `blocks` usable blocks."""
+    return BlockManager(blocks + 1, size, max_seqs=seqs, max_blocks_per_seq=columns)
+
+
+@pytest.mark.parametrize("start", [3, 4, 8])
+def test_a_block_is_taken_exactly_when_a_token_needs_it(start):
+    m = make()
+    m.allocate("a", list(range(start)))
+    for length in range(start, 13):
+        assert len(m.block_table("a")) == -(-length // 4)
+        m.append("a", 0)
+        m.check()
+
+
+def test_out_of_blocks_changes_nothing_and_says_the_numbers():
+    m = make(blocks=3)
+    m.allocate("a", [0] * 8)
+    before = (m.stats(), m.block_table("a").tolist())
+    with pytest.raises(OutOfBlocksError, match="needs 2 blocks of 4 tokens, but 1 of 3") as error:
+        m.allocate("b", [0] * 5)
+    assert (error.value.asked, error.value.free) == (2, 1)
+    assert "longest sequence that fits now has 4 tokens" in str(error.value)
+    m.allocate("c", [0] * 4)
+    with pytest.raises(OutOfBlocksError):
+        m.append_batch(["a", "c"], np.zeros(2, int))
+    assert m.length("a") == 8
+    assert m.length("c") == 4
+    m.free("c")
+    assert (m.stats().active, m.block_table("a").tolist()) == (before[0].active, before[1])
+    m.check()
+
+
+def test_never_fits_says_the_longest_that_does():
+    with pytest.raises(JaxkvError, match="never fits: the longest is 16"):
+        make(blocks=4).allocate("a", [0] * 17)
+    m = make(blocks=9, columns=2)
+    m.allocate("a", [0] * 8)
+    with pytest.raises(JaxkvError, match="9 tokens never fits: the longest is 8"):
+        m.append("a", 0)
+    m.check()
+
+
+def test_rows_run_out():
+    m = make(blocks=8, seqs=2)
+    m.allocate("a", [0])
+    m.allocate("b", [0])
+    with pytest.raises(OutOfBlocksError, match="all 2 rows"):
+        m.allocate("c", [0])
+    m.check()
+
+
+def test_misuse_is_named():
+    m = make()
+    m.allocate("a", [0])
+    for call in (lambda: m.allocate("a", [0]), lambda: m.allocate("b", []),
+                 lambda: m.commit("a", 2), lambda: m.commit("a", -1),
+                 lambda: m.append_batch(["a", "a"], np.zeros(2, int)),
+                 lambda: m.append_batch(["a"], np.zeros(2, int))):  # fmt: skip
+        with pytest.raises(JaxkvError):
+            call()
+    m.free("a")
+    for call in (m.free, m.length, m.block_table, m.row):
+        with pytest.raises(UnknownSequenceError, match="no live sequence 'a'"):
+            call("a")
+    with pytest.raises(ConfigError, match="num_blocks=1"):
+        BlockManager(1, 4, max_seqs=1, max_blocks_per_seq=1)
+    m.check()
+
+
+def test_the_null_block_is_never_given_out_and_not_counted():
+    m = make()
+    m.allocate("a", [0] * 16)
+    assert sorted(m.block_table("a").tolist()) == [1, 2, 3, 4]
+    assert m.stats().active == 4
+    assert m.stats().free == 0
+
+
+def test_freed_tail_first():
+    m = make()
+    m.allocate("a", [0] * 16)
+    table = m.block_table("a").tolist()
+    m.free("a")
+    m.allocate("b", [0] * 16)
+    assert m.block_table("b").tolist() == table[::-1]
+
+
+@pytest.mark.parametrize("damage", ["ref", "free_twice", "free_live", "leak", "table", "length"])
+def test_check_finds_damage(damage):
+    m = make()
+    m.allocate("a", [0] * 8)
+    block = int(m.block_table("a")[0])
+    if damage == "ref":
+        m._ref_counts[block] = 2
+    elif damage == "free_twice":
+        m._free_blocks.append(m._free_blocks[0])
+    elif damage == "free_live":
+        m._free_blocks.append(block)
+    elif damage == "leak":
+        m._free_blocks.pop()
+    elif damage == "table":
+        m._tables[m.row("a"), 0] = NULL_BLOCK
+    else:
+        m._lengths[m.row("a")] = 9
+    with pytest.raises(InvariantError):
+        m.check()
+
+
+def test_plans_are_taken_once():
+    m = make()
+    m.allocate("a", [0] * 6)
+    plan = m.take_plan()
+    assert len(plan.cells) == 2
+    assert plan.lengths.tolist() == [[m.row("a"), 0]]
+    plan = m.take_plan()
+    assert len(plan.cells) == len(plan.lengths) == len(plan.copies) == 0
+
+
+def test_host_code_imports_no_jax():
+    """The planning modules and all they import of the project."""
+    root = Path(jaxkv.__file__).parent
+    todo, seen = ["block_manager"], set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        for node in ast.walk(ast.parse((root / f"{name}.py").read_text())):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for module in modules:
+                assert module.split(".")[0] not in ("jax", "flax", "jaxlib")
+                if module.startswith("jaxkv.") and (part := module.split(".")[1]) not in seen:
+                    todo.append(part)
+    assert {"block_manager", "config", "errors"} <= seen
+
+
+class Machine(RuleBasedStateMachine):
+    """Any order of calls: lengths as in a plain dict, no block shared, nothing lost."""
+
+    @initialize(blocks=st.integers(1, 12), size=st.integers(1, 5), seqs=st.integers(1, 4))
+    def start(self, blocks, size, seqs):
+        self.m = make(blocks, size, seqs, columns=6)
+        self.lengths, self.next = {}, 0
+
+    @rule(length=st.integers(1, 40))
+    def allocate(self, length):
+        free, rows = self.m.stats().free, len(self.lengths)
+        needed = self.m.blocks_for(length)
+        fits = needed <= min(free, 6) and rows < self.m.max_seqs
+        if fits:
+            self.m.allocate(self.next, np.zeros(length))
+            self.lengths[self.next] = length
+            self.next += 1
+        else:
+            with pytest.raises(JaxkvError):
+                self.m.allocate(self.next, np.zeros(length))
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def append(self, data):
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.lengths)), unique=True, min_size=1))
+        try:
+            self.m.append_batch(ids, np.zeros(len(ids)))
+        except JaxkvError:
+            return
+        for i in ids:
+            self.lengths[i] += 1
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def free(self, data):
+        i = data.draw(st.sampled_from(sorted(self.lengths)))
+        self.m.free(i)
+        del self.lengths[i]
+
+    @invariant()
+    def sound(self):
+        if not hasattr(self, "m"):
+            return
+        self.m.check()
+        tables = [self.m.block_table(i).tolist() for i in self.lengths]
+        blocks = sum(tables, [])
+        assert len(set(blocks)) == len(blocks) == self.m.stats().active
+        for i, n in self.lengths.items():
+            assert self.m.length(i) == n
+        stats = self.m.stats()
+        assert stats.active + stats.cached + stats.free == self.m.num_blocks - 1
+        assert stats.used_slots == sum(self.lengths.values())
+
+    def teardown(self):
+        if hasattr(self, "m"):
+            for i in self.lengths:
+                self.m.free(i)
+            self.m.check()
+            assert self.m.stats().active == 0
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
