@@ -27,7 +27,7 @@ from rich.table import Table
 
 import jaxkv
 from jaxkv.block_manager import BlockManager
-from jaxkv.generate import step
+from jaxkv.loop import step
 from jaxkv.sampling import SamplingArrays
 from jaxkv.state import Batch, apply_plan, pad_plan
 from models import default_model, load
@@ -37,7 +37,10 @@ TARGETS = {1: 0.8, 8: 1.0, 32: 1.2}  # of llama.cpp's rate
 
 
 def contexts(start: int, end: int, window: int, count: int = 5) -> list[int]:
-    """Where the timed windows begin: evenly from start to the last that ends at `end`, an untimed step before each."""
+    """Where the windows begin: evenly from `start` to the last that ends at `end`.
+
+    Each is one untimed step and then `window` timed ones.
+    """
     return [int(x) for x in np.linspace(start, end - window - 1, count)]
 
 
@@ -126,7 +129,9 @@ def main() -> int:
         table.add_column(column, justify="right")
     ratios = {}
     for n in streams:
-        own = float(np.median([r["tokens_per_s"] for r in rows if r.get("engine") and r["streams"] == n]))
+        own = float(
+            np.median([r["tokens_per_s"] for r in rows if r.get("engine") and r["streams"] == n])
+        )
         peers = [r["tokens_per_s"] for r in rows if r.get("peer") and r["streams"] == n]
         best = max(peers) if peers else None
         ratios[n] = own / best if best else None

@@ -14,8 +14,8 @@ from jaxkv.errors import StaleStateError as StaleStateError
 from jaxkv.errors import UnknownSequenceError as UnknownSequenceError
 from jaxkv.generate import Generation as Generation
 from jaxkv.generate import GenerationStats as GenerationStats
-from jaxkv.generate import Output as Output
 from jaxkv.generate import generate as generate
+from jaxkv.loop import Output as Output
 from jaxkv.sampling import SamplingParams as SamplingParams
 from jaxkv.state import Batch as Batch
 from jaxkv.state import PagedState as PagedState

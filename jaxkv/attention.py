@@ -13,7 +13,7 @@ from pallas_kernels.scatter_kv import scatter_kv
 
 
 def slots(state: PagedState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """(block, offset) i32[T] of each token; padding gets a block past the pool, which is dropped."""
+    """(block, offset) i32[T] of each token; padding gets a block past the pool: dropped."""
     max_seqs, width = state.block_tables.shape
     num_blocks, block_size = state.kv_pages.shape[0], state.kv_pages.shape[-2]
     rows, positions = jnp.asarray(batch.rows), jnp.asarray(batch.positions)

@@ -36,7 +36,9 @@ class Plan:
     @classmethod
     def empty(cls) -> Self:
         """Nothing to do."""
-        return cls(np.zeros((0, 2), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32))
+        return cls(
+            np.zeros((0, 2), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +100,7 @@ class BlockManager:
       0
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, *, max_seqs: int, max_blocks_per_seq: int
-    ):
+    def __init__(self, num_blocks: int, block_size: int, *, max_seqs: int, max_blocks_per_seq: int):
         if num_blocks < 2 or min(block_size, max_seqs, max_blocks_per_seq) < 1:
             raise ConfigError(
                 f"{num_blocks=} must be at least 2 (block 0 is the null block) and {block_size=}, "
@@ -290,31 +290,43 @@ class BlockManager:
             used = int(self._num_blocks_of[row])
             blocks = self._tables[row, :used]
             if (blocks == NULL_BLOCK).any() or (self._tables[row, used:] != NULL_BLOCK).any():
-                raise InvariantError(f"sequence {seq_id!r}: null block inside, or block after, "
-                                     f"its {used} blocks: {self._tables[row].tolist()}")
+                raise InvariantError(
+                    f"sequence {seq_id!r}: null block inside, or block after, "
+                    f"its {used} blocks: {self._tables[row].tolist()}"
+                )
             if used != self.blocks_for(int(self._lengths[row])):
-                raise InvariantError(f"sequence {seq_id!r}: {self._lengths[row]} tokens in {used} "
-                                     f"blocks of {self.block_size}")
+                raise InvariantError(
+                    f"sequence {seq_id!r}: {self._lengths[row]} tokens in {used} "
+                    f"blocks of {self.block_size}"
+                )
             if self._computed[row] > self._lengths[row]:
-                raise InvariantError(f"sequence {seq_id!r}: {self._computed[row]} tokens computed "
-                                     f"of {self._lengths[row]}")
+                raise InvariantError(
+                    f"sequence {seq_id!r}: {self._computed[row]} tokens computed "
+                    f"of {self._lengths[row]}"
+                )
             np.add.at(counts, blocks, 1)
         for block in np.flatnonzero(counts != self._ref_counts).tolist():
-            raise InvariantError(f"block {block}: ref count {self._ref_counts[block]}, but "
-                                 f"{counts[block]} table entries; owners {self._owners(block)}")
+            raise InvariantError(
+                f"block {block}: ref count {self._ref_counts[block]}, but "
+                f"{counts[block]} table entries; owners {self._owners(block)}"
+            )
         free = list(self._free_blocks)
         if len(set(free)) != len(free):
             raise InvariantError(f"a block is free twice: {sorted(free)}")
         for block in free:
             if block == NULL_BLOCK or self._ref_counts[block]:
-                raise InvariantError(f"block {block} is free with ref count "
-                                     f"{self._ref_counts[block]}; owners {self._owners(block)}")
+                raise InvariantError(
+                    f"block {block} is free with ref count "
+                    f"{self._ref_counts[block]}; owners {self._owners(block)}"
+                )
         leaked = self.num_blocks - 1 - len(free) - int((self._ref_counts > 0).sum())
         if leaked:
             raise InvariantError(f"{leaked} blocks are neither free nor referenced")
         if len(self._free_rows) + len(self._rows) != self.max_seqs:
-            raise InvariantError(f"{len(self._free_rows)} free rows and {len(self._rows)} "
-                                 f"sequences, of {self.max_seqs} rows")
+            raise InvariantError(
+                f"{len(self._free_rows)} free rows and {len(self._rows)} "
+                f"sequences, of {self.max_seqs} rows"
+            )
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The errors that jaxkv raises on purpose: each says what was wrong, with numbers, and the way out."""
+"""The errors that jaxkv raises on purpose: what was wrong, with numbers, and the way out."""
 
 
 class JaxkvError(Exception):

@@ -83,9 +83,7 @@ class SamplingArrays:
     request: jax.Array | np.ndarray
 
     @classmethod
-    def of(
-        cls, params: list[SamplingParams], requests: list[int], num_seqs: int
-    ) -> SamplingArrays:
+    def of(cls, params: list[SamplingParams], requests: list[int], num_seqs: int) -> SamplingArrays:
         """Rows of `params`, padded with greedy ones to `num_seqs`."""
         rows = params + [SamplingParams()] * (num_seqs - len(params))
         numbers = requests + [0] * (num_seqs - len(requests))

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -144,7 +145,8 @@ def pad_plan(plan: Plan, *, cells: int | None = None, lengths: int | None = None
 
 def apply_device_plan(state: PagedState, plan: DevicePlan) -> PagedState:
     """`apply_plan` for use inside a jitted step. Block copies first, then tables and lengths."""
-    pages = copy_blocks(state.kv_pages, plan.copies[:, 0], plan.copies[:, 1])
+    copies = jnp.asarray(plan.copies)
+    pages = copy_blocks(state.kv_pages, copies[:, 0], copies[:, 1])
     rows, columns, blocks = (plan.cells[:, i] for i in range(3))
     tables = state.block_tables.at[rows, columns].set(blocks, mode="drop")
     lens = state.seq_lens.at[plan.lengths[:, 0]].set(plan.lengths[:, 1], mode="drop")

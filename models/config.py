@@ -157,7 +157,9 @@ def _rope_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ConfigError(f"rope_scaling type {kind!r} is not supported; 'default' and 'llama3' are")
+        raise ConfigError(
+            f"rope_scaling type {kind!r} is not supported; 'default' and 'llama3' are"
+        )
     fields = [field.name for field in dataclasses.fields(Llama3Scaling)]
     missing = [name for name in fields if name not in rope]
     if missing:

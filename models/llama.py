@@ -27,7 +27,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
-        kind = dict(bias=c.attention_bias, dtype=dtype, rngs=rngs)
+        kind: dict[str, Any] = dict(bias=c.attention_bias, dtype=dtype, rngs=rngs)
         self.q_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, **kind)
         self.k_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
         self.v_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
@@ -48,7 +48,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         wide, narrow = config.intermediate_size, config.hidden_size
-        kind = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        kind: dict[str, Any] = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_proj = Linear(narrow, wide, **kind)
         self.up_proj = Linear(narrow, wide, **kind)
         self.down_proj = Linear(wide, narrow, **kind)

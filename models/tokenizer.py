@@ -56,7 +56,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if there."""
+        """From `tokenizer.json`, with `tokenizer_config.json` and `chat_template.jinja`."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise JaxkvError(f"{folder} has no tokenizer.json")
@@ -84,8 +84,10 @@ class Tokenizer:
         """
         kind, pre = file.need("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "gpt-2")
         if kind != "gpt2":
-            raise ConfigError(f"{file.path}: tokenizer.ggml.model={kind!r}; only 'gpt2' (byte-level "
-                              "BPE) is supported")  # fmt: skip
+            raise ConfigError(
+                f"{file.path}: tokenizer.ggml.model={kind!r}; only 'gpt2' (byte-level BPE) is "
+                "supported"
+            )
         if pre not in _PRE_TOKENIZERS:
             raise ConfigError(f"{file.path}: tokenizer.ggml.pre={pre!r}; known are "
                               f"{', '.join(_PRE_TOKENIZERS)}")  # fmt: skip
@@ -103,7 +105,9 @@ class Tokenizer:
         for name in ("bos", "eos", "unknown", "padding"):
             token = file.get(f"tokenizer.ggml.{name}_token_id")
             if token is not None:
-                names[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = tokens[token]
+                names[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = tokens[
+                    token
+                ]
         add_bos = file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
         return cls(
             backend,
@@ -116,7 +120,7 @@ class Tokenizer:
     def bytes(cls) -> Tokenizer:
         """One token per byte; the id is the byte."""
         printable = pre_tokenizers.ByteLevel.alphabet()
-        # GPT-2's table: bytes that print stand for themselves, the others take code points from 256.
+        # GPT-2's table: bytes that print stand for themselves, others take code points from 256.
         vocab, spare = {}, 256
         for byte in range(256):
             char = chr(byte)

@@ -83,8 +83,11 @@ def build(
         name for name in set(tensors) - set(wanted.values()) - spare if not _IGNORED.match(name)
     )
     if missing or unexpected:
-        problems = [f"{len(names)} {kind} ({_some(names)})"
-                    for kind, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        problems = [
+            f"{len(names)} {kind} ({_some(names)})"
+            for kind, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
         raise CheckpointError(f"{source}: tensors do not match its config: {'; '.join(problems)}")
 
     flat = []

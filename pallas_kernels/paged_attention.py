@@ -93,7 +93,7 @@ def paged_attention(
     if not len(q):
         return q
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    # Ids outside the pool can only be padding: point them at the null block, whose reads are masked.
+    # Ids outside the pool can only be padding: point them at the null block; its reads are masked.
     in_pool = (block_tables >= 0) & (block_tables < kv_pages.shape[0])
     tables = jnp.where(in_pool, block_tables, 0).astype(jnp.int32)
     seq_lens, query_start = seq_lens.astype(jnp.int32), query_start.astype(jnp.int32)
@@ -162,7 +162,7 @@ def _accumulate(carry, q, k, v, visible, written):
     must not be multiplied either: 0 x NaN is NaN, and a recycled slot may hold anything. (A row
     that sees nothing at all sums weights of 1 over such zeros, and so comes out as 0.)
     """
-    m, l, acc = carry
+    m, total, acc = carry
     f32 = jnp.float32
     s = jnp.einsum("...hqd,...htd->...hqt", q, k, preferred_element_type=f32)
     s = jnp.where(visible, s, _MASKED)
@@ -170,9 +170,9 @@ def _accumulate(carry, q, k, v, visible, written):
     m_new = jnp.maximum(m, s.max(axis=-1, keepdims=True))
     alpha = jnp.exp(m - m_new)
     p = jnp.exp(s - m_new)
-    l = l * alpha + p.sum(axis=-1, keepdims=True)
+    total = total * alpha + p.sum(axis=-1, keepdims=True)
     out = jnp.einsum("...hqt,...htd->...hqd", p.astype(v.dtype), v, preferred_element_type=f32)
-    return m_new, l, acc * alpha + out
+    return m_new, total, acc * alpha + out
 
 
 def _start(shape):
@@ -186,8 +186,8 @@ def _start(shape):
 
 
 def _finish(carry):
-    _, l, acc = carry
-    return jnp.where(l > 0, acc / jnp.where(l > 0, l, 1), 0)
+    _, total, acc = carry
+    return jnp.where(total > 0, acc / jnp.where(total > 0, total, 1), 0)
 
 
 def _pad_columns(tables, pages_per_tile):
@@ -209,9 +209,7 @@ def _decode_xla(q, kv_pages, tables, seq_lens, query_start, layer, scale):
         blocks = lax.dynamic_slice_in_dim(tables, i * pages_per_tile, pages_per_tile, 1)
         k, v = _read_pages(kv_pages, blocks, layer, q.dtype)
         visible = i * tile + jnp.arange(tile, dtype=jnp.int32) < lens[:, None]
-        return _accumulate(
-            carry, q, k, v, visible[:, None, None, :], visible[:, None, :, None]
-        )
+        return _accumulate(carry, q, k, v, visible[:, None, None, :], visible[:, None, :, None])
 
     num_tiles = lax.div(lens.max() + (tile - 1), jnp.int32(tile))
     carry = lax.fori_loop(0, num_tiles, body, _start(q.shape))

@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
     )
     use_compilation_cache()
-    checkpoint = load(getattr(args, "model", None) or default_model(), dtype=args.dtype, progress=True)
+    checkpoint = load(
+        getattr(args, "model", None) or default_model(), dtype=args.dtype, progress=True
+    )
     tokenizer = checkpoint.tokenizer
     if args.chat:
         rendered = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
@@ -87,18 +89,23 @@ def run(args: argparse.Namespace) -> int:
     )
     streaming = len(prompts) == 1 and not args.json
     stream = Detokenizer(tokenizer)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=streaming
-    ) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("generating", total=len(prompts) * args.max_tokens)
-        if streaming and not args.chat:
-            print(texts[0], end="", flush=True)
 
         def on_token(_: int, token: int) -> None:
             progress.advance(task)
-            if streaming and token not in config.eos_token_ids:
-                print(stream.push([token]), end="", flush=True)
+            if streaming:
+                if progress.live.is_started:
+                    progress.stop()  # the text itself is the progress from here on
+                    print("" if args.chat else texts[0], end="")
+                if token not in config.eos_token_ids:
+                    print(stream.push([token]), end="", flush=True)
 
         result = generate(checkpoint.model, prompts, params, cache=cache, on_token=on_token)
     outputs = [
@@ -152,4 +159,3 @@ def _table(result: Generation, block_size: int) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-

@@ -200,7 +200,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.m.check()
         tables = [self.m.block_table(i).tolist() for i in self.lengths]
-        blocks = sum(tables, [])
+        blocks = [block for table in tables for block in table]
         assert len(set(blocks)) == len(blocks) == self.m.stats().active
         for i, n in self.lengths.items():
             assert self.m.length(i) == n

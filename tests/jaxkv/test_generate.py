@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv.errors import ConfigError
-from jaxkv.generate import default_cache, generate, trace_counts
+from jaxkv.generate import default_cache, generate
+from jaxkv.loop import trace_counts
 from jaxkv.sampling import SamplingParams
 from jaxkv.state import Batch, apply_plan
 
@@ -50,7 +51,10 @@ def paged_logits(model, sequences, block_size, chunk=64):
 
     halves = [max(1, len(ids) // 2) for ids in sequences]
     got = [{} for _ in sequences]
-    rows = [manager.allocate(i, ids[:h]).row for i, (ids, h) in enumerate(zip(sequences, halves))]
+    rows = [
+        manager.allocate(i, ids[:h]).row
+        for i, (ids, h) in enumerate(zip(sequences, halves, strict=True))
+    ]
     at = [0] * len(sequences)
     while any(a < h for a, h in zip(at, halves, strict=True)):
         counts = [min(chunk // len(sequences), h - a) for a, h in zip(at, halves, strict=True)]
@@ -59,7 +63,7 @@ def paged_logits(model, sequences, block_size, chunk=64):
             [rows[i] for i in live], [at[i] for i in live], [counts[i] for i in live],
             num_tokens=chunk, num_seqs=len(sequences), padding_row=config.max_seqs,
         )  # fmt: skip
-        tokens = sum((sequences[i][at[i] : at[i] + counts[i]] for i in live), [])
+        tokens = [t for i in live for t in sequences[i][at[i] : at[i] + counts[i]]]
         state = apply_plan(state, manager.take_plan())
         padded = np.zeros(chunk, np.int32)
         padded[: len(tokens)] = tokens
@@ -135,9 +139,7 @@ def test_long_prompt_is_prefilled_in_chunks(small_model):
     small = SamplingParams(max_tokens=7)
     result = generate(small_model, [prompt, prompt[:40]], small)
     assert result.stats.prefill_steps == 2
-    assert result.outputs[0].token_ids == greedy(small_model, prompt, 6) + [
-        result.outputs[0].token_ids[-1]
-    ]
+    assert result.outputs[0].token_ids[:6] == greedy(small_model, prompt, 6)
 
 
 def test_a_sequence_of_exactly_the_context(small_model):
@@ -278,4 +280,7 @@ def test_any_batch_equals_each_alone(small_model, lengths, block_size):
     )
     outputs = generate(small_model, prompts, params, cache=cache).outputs
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.token_ids == generate(small_model, [prompt], params, cache=cache).outputs[0].token_ids
+        assert (
+            output.token_ids
+            == generate(small_model, [prompt], params, cache=cache).outputs[0].token_ids
+        )

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv.attention import slots
 from jaxkv.block_manager import Plan
 from jaxkv.errors import JaxkvError, StaleStateError
-from jaxkv.generate import step
+from jaxkv.loop import step
 from jaxkv.sampling import SamplingArrays, SamplingParams
 from jaxkv.state import Batch, apply_plan, pad_plan
 
@@ -95,7 +95,7 @@ def test_padded_and_inactive_rows_change_no_live_page(small_model):
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_poison_in_every_unused_slot_changes_no_output(small_model, poison):
     def run(poisoned):
-        config, _, state, rows = setup(small_model, sequences=2)
+        _, _, state, rows = setup(small_model, sequences=2)
         graph, params = nnx.split(small_model)
         tokens = np.arange(16, dtype=np.int32)
         prefill = Batch.ragged(rows, [0, 0], [8, 3], num_tokens=16, num_seqs=4, padding_row=4)
@@ -148,7 +148,7 @@ def test_device_tables_follow_the_manager(small_model, rng):
 
 
 def test_block_copies_come_before_the_tables(small_model):
-    config, _, state, rows = setup(small_model)
+    _, _, state, rows = setup(small_model)
     state = dataclasses.replace(state, kv_pages=state.kv_pages.at[1].set(3.0))
     plan = Plan(
         np.array([[1, 5]], np.int32), np.array([[rows[0], 0, 5]], np.int32),

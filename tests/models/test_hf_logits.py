@@ -19,7 +19,9 @@ EXPECTED = np.load(DATA / "hf_logits.npz")
 def write_folder(folder: Path, config: dict, weights: dict) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({k: np.ascontiguousarray(v) for k, v in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {k: np.ascontiguousarray(v) for k, v in weights.items()}, folder / "model.safetensors"
+    )
 
 
 @pytest.mark.parametrize(("name", "config", "seed"), CASES, ids=[case[0] for case in CASES])
@@ -36,7 +38,9 @@ def test_every_expected_case_is_run():
     assert set(EXPECTED.files) == {case[0] for case in CASES}
 
 
-@pytest.mark.parametrize(("head_dim", "factor", "bands"), [(64, 32, (15, 3, 14)), (128, 8, (29, 6, 29))])
+@pytest.mark.parametrize(
+    ("head_dim", "factor", "bands"), [(64, 32, (15, 3, 14)), (128, 8, (29, 6, 29))]
+)
 def test_llama3_rope_scaling_has_three_bands(head_dim, factor, bands):
     scaled = inverse_frequencies(head_dim, 500000.0, Llama3Scaling(factor, 1, 4, 8192))
     plain = inverse_frequencies(head_dim, 500000.0)

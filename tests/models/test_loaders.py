@@ -76,13 +76,15 @@ def test_untied_without_head_is_an_error(tmp_path):
 
 def test_biases_present_but_flag_false_is_an_error(tmp_path):
     path = folder(tmp_path, "attention_bias", config={"attention_bias": False})
-    with pytest.raises(CheckpointError, match=r"8 unexpected \(model.layers.0.self_attn.k_proj.bias"):
+    with pytest.raises(
+        CheckpointError, match=r"8 unexpected \(model.layers.0.self_attn.k_proj.bias"
+    ):
         load_hf(path, dtype=jnp.float32)
 
 
 def test_only_some_biases_in_the_file_is_an_error(tmp_path):
     drop = [f"model.layers.{i}.self_attn.o_proj.bias" for i in range(2)]
-    with pytest.raises(CheckpointError, match="2 missing .*o_proj.bias"):
+    with pytest.raises(CheckpointError, match=r"2 missing .*o_proj\.bias"):
         load_hf(folder(tmp_path, "attention_bias", drop=drop), dtype=jnp.float32)
 
 

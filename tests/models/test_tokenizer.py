@@ -52,7 +52,10 @@ def test_byte_tokenizer_survives_a_folder(tmp_path):
     assert Tokenizer.from_folder(tmp_path).encode("a \u20ac") == list("a \u20ac".encode())
 
 
-@pytest.mark.parametrize("text", ["caf\u00e9 \U0001f600\U0001f468\u200d\U0001f469 end", "plain text " * 9, "\u65e5\u672c"])
+@pytest.mark.parametrize(
+    "text",
+    ["caf\u00e9 \U0001f600\U0001f468\u200d\U0001f469 end", "plain text " * 9, "\u65e5\u672c"],
+)
 def test_detokenizer_gives_whole_characters_and_all_of_them(text):
     tokenizer = Tokenizer.bytes()
     stream = Detokenizer(tokenizer)

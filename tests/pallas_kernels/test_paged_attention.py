@@ -13,9 +13,7 @@ LENS = [1, 4, 5, 8, 17, 40, 130]
 
 
 def run(case, implementation="xla"):
-    return np.asarray(
-        paged_attention(*case.args(), **case.kwargs(), implementation=implementation)
-    )
+    return np.asarray(paged_attention(*case.args(), **case.kwargs(), implementation=implementation))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
