@@ -20,14 +20,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax import nnx
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import jaxkv
 from jaxkv.block_manager import BlockManager
-from jaxkv.loop import step
+from jaxkv.loop import make_step
 from jaxkv.sampling import SamplingArrays
 from jaxkv.state import Batch, apply_plan, pad_plan
 from models import default_model, load
@@ -44,12 +43,13 @@ def contexts(start: int, end: int, window: int, count: int = 5) -> list[int]:
     return [int(x) for x in np.linspace(start, end - window - 1, count)]
 
 
-def measure(model, streams: int, start: int, end: int, window: int, dtype: str) -> dict:
+def measure(model, streams: int, args: argparse.Namespace) -> dict:
     """Tokens per second of `streams` sequences, over windows of steps between two contexts."""
+    start, end, window = args.start, args.end, args.window
     config = jaxkv.CacheConfig.for_model(
-        model.config, max_len=end, max_seqs=streams, block_size=16, dtype=dtype
+        model.config, max_len=end, max_seqs=streams, block_size=args.block_size, dtype=args.dtype
     )
-    graph, params = nnx.split(model)
+    step = make_step(model)
     sampling = SamplingArrays.of([jaxkv.SamplingParams()] * streams, list(range(streams)), streams)
     rng = np.random.default_rng(0)
     seconds: dict[int, list[float]] = {}
@@ -71,7 +71,7 @@ def measure(model, streams: int, start: int, end: int, window: int, dtype: str) 
                 rows, np.full(streams, context + i), num_seqs=streams, padding_row=config.max_seqs
             )
             plan = pad_plan(manager.take_plan(), cells=max(8, streams), lengths=max(8, streams))
-            out, state = step(graph, params, state, plan, tokens, batch, sampling)
+            out, state = step(state, plan, tokens, batch, sampling)
             tokens = np.asarray(out)
             for seq in ids:
                 manager.commit(seq, 1)
@@ -81,7 +81,8 @@ def measure(model, streams: int, start: int, end: int, window: int, dtype: str) 
     return {
         "engine": "jaxkv",
         "streams": streams,
-        "kv_type": dtype,
+        "kv_type": args.dtype,
+        "block_size": args.block_size,
         "tokens_per_s": streams * len(steps) / sum(steps),
         "ms_per_step_median": 1e3 * float(np.median(steps)),
         "steps": len(steps),
@@ -96,7 +97,7 @@ def peer_rows(python: str, gguf: str, args: argparse.Namespace, streams: list[in
         subprocess.run(
             [python, str(PEER), "--gguf", gguf, "--streams", ",".join(map(str, streams)),
              "--context-start", str(args.start), "--context-end", str(args.end),
-             "--threads", "2", "--kv-types", "f32,f16", "--flash-attn", "off", "--json", str(out)],
+             "--threads", "2", "--kv-types", "f32,f16", "--flash-attn", "none", "--json", str(out)],
             check=True, stdout=sys.stderr,
         )  # fmt: skip
         return json.loads(out.read_text())["rows"]
@@ -109,6 +110,7 @@ def main() -> int:
     parser.add_argument("--end", type=int, default=512, help="last context, in tokens")
     parser.add_argument("--window", type=int, default=24, help="timed steps at each context")
     parser.add_argument("--rounds", type=int, default=1, help="repeat both sides in turn")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
     parser.add_argument("--dtype", default="float32", help="of the cache's pages")
     parser.add_argument("--peer-python", help="python of an environment with llama-cpp-python")
     parser.add_argument("--peer-gguf", help="SmolLM2 as an F32 GGUF")
@@ -119,7 +121,7 @@ def main() -> int:
     rows: list[dict] = []
     for _ in range(args.rounds):
         for n in track(streams, "jaxkv", console=Console(stderr=True), transient=True):
-            rows.append(measure(model, n, args.start, args.end, args.window, args.dtype))
+            rows.append(measure(model, n, args))
         if args.peer_python:
             for n in streams:
                 rows += peer_rows(args.peer_python, args.peer_gguf, args, [n])

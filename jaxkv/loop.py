@@ -49,34 +49,40 @@ class Output:
     time_to_first_token: float | None = None
 
 
-# How often `step` was traced, by its (tokens, sequences): each should come up once per model.
+# How often a step was traced, by its (tokens, sequences): each should come up once per model.
 trace_counts: Counter[tuple[int, int]] = Counter()
 
+# (state, plan, tokens i32[T], batch, sampling) -> (next token of each sequence i32[S], state)
+Step = Callable[
+    [PagedState, DevicePlan, np.ndarray, Batch, SamplingArrays], tuple[jax.Array, PagedState]
+]
 
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
-def step(
-    graph: nnx.GraphDef,
-    params: Any,
-    state: PagedState,
-    plan: DevicePlan,
-    tokens: jax.Array | np.ndarray,
-    batch: Batch,
-    sampling: SamplingArrays,
-) -> tuple[jax.Array, PagedState]:
-    """One step of a model split by `nnx.split`: plan, forward, sample. Donates state.
 
-    Args:
-      tokens: i32[T], those of the batch.
-      sampling: S rows.
+def make_step(model: Any) -> Step:
+    """The model's jitted step: plan, forward, sample. It donates the state.
 
-    Returns:
-      i32[S], the token after each sequence's last one; and the new state.
+    The weights are flattened here, once: hashing a model's graph and flattening its hundreds of
+    parameters through Python took 9 ms at every call for SmolLM2.
     """
-    trace_counts[len(tokens), len(batch.query_start) - 1] += 1
-    state = apply_device_plan(state, plan)
-    logits, state = nnx.merge(graph, params)(tokens, state, batch)
-    positions = jax.numpy.asarray(batch.positions)[batch.last_tokens] + 1
-    return sample(logits, sampling, positions), state
+    graph, params = nnx.split(model)
+    leaves, tree = jax.tree.flatten(params)
+    return functools.partial(_compiled_step(graph, tree), leaves)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled_step(graph: Any, tree: Any) -> Any:
+    """One jitted function for all models of one structure, so that they share what it compiled."""
+
+    @functools.partial(jax.jit, donate_argnames="state")
+    def step(leaves, state, plan, tokens, batch, sampling):
+        trace_counts[len(tokens), len(batch.query_start) - 1] += 1
+        state = apply_device_plan(state, plan)
+        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        logits, state = model(tokens, state, batch)
+        positions = jax.numpy.asarray(batch.positions)[batch.last_tokens] + 1
+        return sample(logits, sampling, positions), state
+
+    return step
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,7 +113,7 @@ class Loop:
         started: float,
         on_token: Callable[[int, int], None] | None,
     ):
-        self.graph, self.params = nnx.split(model)
+        self.step = make_step(model)
         self.cache = cache
         self.manager = BlockManager.for_config(cache)
         self.state = init_state(cache)
@@ -213,9 +219,7 @@ class Loop:
             self.state = apply_plan(self.state, plan)
             plan = Plan.empty()
         traces, began = trace_counts.total(), time.perf_counter()
-        sampled, self.state = step(
-            self.graph,
-            self.params,
+        sampled, self.state = self.step(
             self.state,
             pad_plan(plan, cells=size, lengths=size),
             padded,

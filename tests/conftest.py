@@ -17,6 +17,8 @@ from models import Checkpoint, Llama, LlamaConfig, default_model, load
 for folder in ("data", "pallas_kernels"):  # helpers that several test files share
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
+collect_ignore_glob = ["data/make_*.py"]  # run in environments of their own
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 

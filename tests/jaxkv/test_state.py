@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv.attention import slots
 from jaxkv.block_manager import Plan
 from jaxkv.errors import JaxkvError, StaleStateError
-from jaxkv.loop import step
+from jaxkv.loop import make_step
 from jaxkv.sampling import SamplingArrays, SamplingParams
 from jaxkv.state import Batch, apply_plan, pad_plan
 
@@ -25,7 +25,7 @@ def setup(model, max_seqs=4, length=21, sequences=1):
 
 
 def decode_args(model, config, rows, position, num_seqs):
-    graph, params = nnx.split(model)
+    step = make_step(model)
     batch = Batch.decode(
         np.array(rows), np.full(len(rows), position), num_seqs=num_seqs,
         padding_row=config.max_seqs,
@@ -33,7 +33,7 @@ def decode_args(model, config, rows, position, num_seqs):
     sampling = SamplingArrays.of([SamplingParams()] * len(rows), [0] * len(rows), num_seqs)
     plan = pad_plan(Plan.empty(), cells=8, lengths=8)
     tokens = np.ones(num_seqs, np.int32)
-    return lambda state: step(graph, params, state, plan, tokens, batch, sampling)
+    return lambda state: step(state, plan, tokens, batch, sampling)
 
 
 @pytest.mark.quick
@@ -46,12 +46,12 @@ def test_the_step_updates_the_pool_in_place(small_model, num_seqs):
     _, state = run(old)
     assert state.kv_pages.unsafe_buffer_pointer() == pointer
     assert old.kv_pages.is_deleted()
-    graph, params = nnx.split(small_model)
+    step = make_step(small_model)
     batch = Batch.decode(np.array(rows), np.array([20]), num_seqs=1, padding_row=4)
     sampling = SamplingArrays.of([SamplingParams()], [0], 1)
     plan = pad_plan(Plan.empty(), cells=8, lengths=8)
     tokens = np.ones(1, np.int32)
-    compiled = step.lower(graph, params, state, plan, tokens, batch, sampling).compile()
+    compiled = step.func.lower(*step.args, state, plan, tokens, batch, sampling).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= config.pool_bytes
     assert compiled.memory_analysis().temp_size_in_bytes < config.pool_bytes
 

@@ -1,0 +1,100 @@
+"""Does a decode step cost more when the pool is larger? Donation says no.
+
+    uv run benchmarks/pool_size.py --json out.json
+
+A four-layer Llama decodes 8 sequences through pools of 48, 384 and 3072 MiB, in turn, so that a
+drift of the machine's speed touches all alike. A step that copied its pool would grow with it.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jaxkv
+from jaxkv.loop import make_step
+from jaxkv.sampling import SamplingArrays
+from jaxkv.state import Batch, apply_plan, pad_plan
+from models import Llama, LlamaConfig
+
+STREAMS, CONTEXT, BLOCK = 8, 256, 16
+CONFIG = LlamaConfig(
+    vocab_size=4096, hidden_size=512, intermediate_size=1408, num_layers=4, num_heads=8,
+    num_kv_heads=4, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def stepper(model: Llama, mebibytes: int):
+    """A function that runs one decode step on a pool of this size, and says if it was in place."""
+    cache = jaxkv.CacheConfig.for_model(
+        CONFIG, memory_bytes=mebibytes * 2**20, max_len=512, max_seqs=STREAMS, block_size=BLOCK
+    )
+    step = make_step(model)
+    manager = jaxkv.BlockManager.for_config(cache)
+    rows = [manager.allocate(i, np.zeros(CONTEXT + 1, int)).row for i in range(STREAMS)]
+    state = apply_plan(jaxkv.init_state(cache), manager.take_plan())
+    batch = Batch.decode(
+        np.array(rows), np.full(STREAMS, CONTEXT), num_seqs=STREAMS, padding_row=STREAMS
+    )
+    sampling = SamplingArrays.of([jaxkv.SamplingParams()] * STREAMS, list(range(STREAMS)), STREAMS)
+    plan = pad_plan(jaxkv.Plan.empty(), cells=8, lengths=8)
+    tokens = np.zeros(STREAMS, np.int32)
+    held = [state]
+
+    def run() -> bool:
+        state = held.pop()
+        pointer = state.kv_pages.unsafe_buffer_pointer()
+        out, state = step(state, plan, tokens, batch, sampling)
+        jax.block_until_ready(out)
+        held.append(state)
+        return state.kv_pages.unsafe_buffer_pointer() == pointer
+
+    return run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="48,384,3072", help="of the pools, in MiB")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    sizes = [int(x) for x in args.sizes.split(",")]
+    model = Llama(CONFIG, rngs=nnx.Rngs(0))
+    runs = {size: stepper(model, size) for size in sizes}
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    in_place = True
+    for _ in track(range(args.steps), "steps", console=Console(stderr=True), transient=True):
+        for size, run in runs.items():
+            began = time.perf_counter()
+            in_place &= run()
+            times[size].append(time.perf_counter() - began)
+    rows = [
+        {"pool_mib": s, "ms_per_step_median": 1e3 * float(np.median(t))} for s, t in times.items()
+    ]
+    table = Table(title="decode step against pool size")
+    table.add_column("pool, MiB", justify="right")
+    table.add_column("ms/step", justify="right")
+    for row in rows:
+        table.add_row(str(row["pool_mib"]), f"{row['ms_per_step_median']:.2f}")
+    console = Console()
+    console.print(table)
+    ratio = rows[-1]["ms_per_step_median"] / rows[0]["ms_per_step_median"]
+    console.print(f"largest / smallest: {ratio:.3f}; same buffer at every step: {in_place}")
+    if args.json:
+        meta = {"jax": jax.__version__, "ratio": ratio, "in_place": in_place}
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
