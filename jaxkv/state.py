@@ -47,30 +47,30 @@ class PagedState:
     seq_lens: jax.Array
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(PagedState))
-
-
-def _flatten(state: PagedState):
-    leaves = tuple(getattr(state, name) for name in _FIELDS)
-    if is_stale(state):
-        raise StaleStateError(_STALE)
-    return tuple(zip(map(jax.tree_util.GetAttrKey, _FIELDS), leaves, strict=True)), None
-
-
-jax.tree_util.register_pytree_with_keys(
-    PagedState, _flatten, lambda _, leaves: PagedState(*leaves), lambda s: (_flatten_plain(s), None)
-)
-
-
-def _flatten_plain(state: PagedState):
-    return tuple(leaf for _, leaf in _flatten(state)[0])
-
-
 def is_stale(state: PagedState) -> bool:
     """Whether the state's pool was donated away."""
     pages = state.kv_pages
     concrete = isinstance(pages, jax.Array) and not isinstance(pages, jax.core.Tracer)
     return concrete and pages.is_deleted()
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(PagedState))
+
+
+def _flatten(state: PagedState):
+    if is_stale(state):
+        raise StaleStateError(_STALE)
+    return tuple(getattr(state, name) for name in _FIELDS), None
+
+
+def _flatten_with_keys(state: PagedState):
+    leaves, meta = _flatten(state)
+    return tuple(zip(map(jax.tree_util.GetAttrKey, _FIELDS), leaves, strict=True)), meta
+
+
+jax.tree_util.register_pytree_with_keys(
+    PagedState, _flatten_with_keys, lambda _, leaves: PagedState(*leaves), _flatten
+)
 
 
 def init_state(config: CacheConfig) -> PagedState:
@@ -229,7 +229,8 @@ class Batch:
             token_rows[at : at + count] = row
             positions[at : at + count] = np.arange(start, start + count)
             at += count
-        return cls(token_rows, positions, query_start, max_query_len=num_tokens)
+        # Not 1, which would promise one query of every sequence.
+        return cls(token_rows, positions, query_start, max_query_len=max(2, num_tokens))
 
     @classmethod
     def decode(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from rich.console import Console
 from rich.progress import track
 
 from jaxkv.errors import JaxkvError
@@ -94,7 +95,7 @@ def build(
     leaves = list(nnx.to_flat_state(abstract))
     for path, variable in track(
         leaves, description="loading weights", disable=not progress, transient=True,
-        console=_stderr(),
+        console=Console(stderr=True),
     ):  # fmt: skip
         value = tensors[wanted[path]]()
         if value.shape != variable.get_value().shape:
@@ -110,9 +111,3 @@ def build(
 
 def _some(names: list[str], count: int = 4) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
-
-
-def _stderr():
-    from rich.console import Console
-
-    return Console(stderr=True)

@@ -177,3 +177,13 @@ def test_attention_refuses_shapes_that_do_not_fit(small_model, bad):
                  heads=dict(q=jnp.ones((1, 3, 8))))[bad]  # fmt: skip
     with pytest.raises(ValueError, match=r"layer|does not fit|divide"):
         jaxkv.attention(args["q"], args["k"], args["v"], state, args["layer"], batch)
+
+
+def test_a_prefill_of_one_token_among_padding(small_model):
+    _, _, state, rows = setup(small_model)
+    batch = Batch.ragged(rows, [0], [1], num_tokens=1, num_seqs=4, padding_row=4)
+    logits, state = small_model(jnp.ones(1, jnp.int32), state, batch)
+    assert logits.shape == (4, 61)
+    np.testing.assert_allclose(
+        logits[0], small_model.dense(jnp.ones((1, 1), jnp.int32))[0, 0], atol=1e-5
+    )
