@@ -61,8 +61,8 @@ Step = Callable[
 def make_step(model: Any) -> Step:
     """The model's jitted step: plan, forward, sample. It donates the state.
 
-    The weights are flattened here, once: hashing a model's graph and flattening its hundreds of
-    parameters through Python took 9 ms at every call for SmolLM2.
+    The weights are flattened here, once. With graph and parameters as arguments of the step a call
+    took 9 to 11 ms to dispatch for SmolLM2, 4 of them to hash the graph.
     """
     graph, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
@@ -142,7 +142,7 @@ class Loop:
             request = self.waiting[0]
             promised += self.cache.blocks_for(request.slots)
             if promised > self.cache.num_blocks - 1:
-                return
+                break
             allocation = self.manager.allocate(request.index, request.prompt)
             request.row = allocation.row
             request.output.num_cached_tokens = allocation.num_cached_tokens

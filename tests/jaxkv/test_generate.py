@@ -132,6 +132,7 @@ def test_more_prompts_than_rows_or_blocks(small_model):
     b = generate(small_model, prompts, params)
     assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
     assert a.stats.peak_blocks <= 6
+    assert a.stats.contiguous_bytes == 2 * tight.max_len * tight.bytes_per_token
 
 
 def test_long_prompt_is_prefilled_in_chunks(small_model):
