@@ -43,11 +43,11 @@ def contexts(start: int, end: int, window: int, count: int = 5) -> list[int]:
     return [int(x) for x in np.linspace(start, end - window - 1, count)]
 
 
-def measure(model, streams: int, args: argparse.Namespace) -> dict:
+def measure(model, streams: int, dtype: str, args: argparse.Namespace) -> dict:
     """Tokens per second of `streams` sequences, over windows of steps between two contexts."""
     start, end, window = args.start, args.end, args.window
     config = jaxkv.CacheConfig.for_model(
-        model.config, max_len=end, max_seqs=streams, block_size=args.block_size, dtype=args.dtype
+        model.config, max_len=end, max_seqs=streams, block_size=args.block_size, dtype=dtype
     )
     step = make_step(model)
     sampling = SamplingArrays.of([jaxkv.SamplingParams()] * streams, list(range(streams)), streams)
@@ -81,7 +81,7 @@ def measure(model, streams: int, args: argparse.Namespace) -> dict:
     return {
         "engine": "jaxkv",
         "streams": streams,
-        "kv_type": args.dtype,
+        "kv_type": dtype,
         "block_size": args.block_size,
         "tokens_per_s": streams * len(steps) / sum(steps),
         "ms_per_step_median": 1e3 * float(np.median(steps)),
@@ -90,17 +90,26 @@ def measure(model, streams: int, args: argparse.Namespace) -> dict:
     }
 
 
-def peer_rows(python: str, gguf: str, args: argparse.Namespace, streams: list[int]) -> list[dict]:
-    """llama.cpp's rows, from its own environment: the best of its settings at F32 weights."""
+def peer_rows(python: str, gguf: str, args: argparse.Namespace, streams: int) -> list[dict]:
+    """llama.cpp's rows, from its own environment, at F32 weights."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "peer.json"
         subprocess.run(
-            [python, str(PEER), "--gguf", gguf, "--streams", ",".join(map(str, streams)),
+            [python, str(PEER), "--gguf", gguf, "--streams", str(streams),
              "--context-start", str(args.start), "--context-end", str(args.end),
              "--threads", "2", "--kv-types", "f32,f16", "--flash-attn", "none", "--json", str(out)],
             check=True, stdout=sys.stderr,
         )  # fmt: skip
         return json.loads(out.read_text())["rows"]
+
+
+def _best(rows: list[dict], engine: str, streams: int) -> tuple[float, str]:
+    """Rate and pages' dtype of an engine's fastest setting, each setting by its median round."""
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        if row["engine"] == engine and row["streams"] == streams:
+            rates.setdefault(row["kv_type"], []).append(row["tokens_per_s"])
+    return max(((float(np.median(r)), kv) for kv, r in rates.items()), default=(0.0, ""))
 
 
 def main() -> int:
@@ -111,7 +120,7 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=24, help="timed steps at each context")
     parser.add_argument("--rounds", type=int, default=1, help="repeat both sides in turn")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
-    parser.add_argument("--dtype", default="float32", help="of the cache's pages")
+    parser.add_argument("--kv-dtypes", default="float32,float16", help="of the cache's pages")
     parser.add_argument("--peer-python", help="python of an environment with llama-cpp-python")
     parser.add_argument("--peer-gguf", help="SmolLM2 as an F32 GGUF")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -120,26 +129,23 @@ def main() -> int:
     model = load(default_model(), progress=True).model
     rows: list[dict] = []
     for _ in range(args.rounds):
-        for n in track(streams, "jaxkv", console=Console(stderr=True), transient=True):
-            rows.append(measure(model, n, args))
-        if args.peer_python:
-            for n in streams:
-                rows += peer_rows(args.peer_python, args.peer_gguf, args, [n])
+        for n in track(streams, "streams", console=Console(stderr=True), transient=True):
+            rows += [measure(model, n, dtype, args) for dtype in args.kv_dtypes.split(",")]
+            if args.peer_python:
+                rows += peer_rows(args.peer_python, args.peer_gguf, args, n)
 
+    best = {(name, n): _best(rows, name, n) for name in ("jaxkv", "llama.cpp") for n in streams}
     table = Table(title=f"SmolLM2-135M F32, decode from {args.start} to {args.end}, tokens/s")
-    for column in ("streams", "jaxkv", "ms/step", "llama.cpp (best)", "ratio", "target"):
+    for column in ("streams", "jaxkv", "ms/step", "llama.cpp", "ratio", "target"):
         table.add_column(column, justify="right")
     ratios = {}
     for n in streams:
-        own = float(
-            np.median([r["tokens_per_s"] for r in rows if r.get("engine") and r["streams"] == n])
-        )
-        peers = [r["tokens_per_s"] for r in rows if r.get("peer") and r["streams"] == n]
-        best = max(peers) if peers else None
-        ratios[n] = own / best if best else None
+        (own, own_kv), (peer, peer_kv) = best["jaxkv", n], best["llama.cpp", n]
+        ratios[n] = own / peer if peer else None
         table.add_row(
-            str(n), f"{own:.1f}", f"{1e3 * n / own:.1f}", f"{best:.1f}" if best else "-",
-            f"{own / best:.2f}" if best else "-", f"{TARGETS.get(n, '-')}",
+            str(n), f"{own:.1f} ({own_kv})", f"{1e3 * n / own:.1f}",
+            f"{peer:.1f} ({peer_kv})" if peer else "-", f"{own / peer:.2f}" if peer else "-",
+            f"{TARGETS.get(n, '-')}",
         )  # fmt: skip
     Console().print(table)
     if args.json:

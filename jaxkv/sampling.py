@@ -113,7 +113,7 @@ def sample(logits: jax.Array, params: SamplingArrays, positions: jax.Array) -> j
       >>> sample(jnp.array([[0.0, 2.0, 1.0]]), rows, jnp.array([5])).tolist()
       [1]
     """
-    greedy = logits.argmax(axis=-1).astype(jnp.int32)
+    greedy = _argmax(logits)
     temperature = jnp.asarray(params.temperature)
 
     def draw() -> jax.Array:
@@ -133,6 +133,20 @@ def sample(logits: jax.Array, params: SamplingArrays, positions: jax.Array) -> j
         lambda: jnp.where(temperature > 0, draw(), greedy),
         lambda: greedy,
     )
+
+
+def _argmax(x: jax.Array) -> jax.Array:
+    """The first maximum of each row, i32[S], by pieces of 128.
+
+    Only the pieces' maxima are searched for a position, which XLA's CPU code does one element at a
+    time: for 32 rows of 49152, 0.5 ms against 3.6.
+    """
+    width = 128
+    pieces = jnp.pad(x, ((0, 0), (0, -x.shape[1] % width)), constant_values=-jnp.inf)
+    pieces = pieces.reshape(len(x), -1, width)
+    piece = pieces.max(axis=-1).argmax(axis=-1)
+    inside = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0].argmax(axis=-1)
+    return (piece * width + inside).astype(jnp.int32)
 
 
 def _limit(logits: jax.Array, params: SamplingArrays) -> jax.Array:

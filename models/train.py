@@ -203,6 +203,9 @@ def _restore(manager: ocp.CheckpointManager, settings: dict[str, Any], like: Any
     latest = manager.latest_step()
     if latest is None:
         raise CheckpointError(f"nothing to resume: {manager.directory} has no complete checkpoint")
+    for item in ("history", "arrays"):  # a restore that fails leaves threads behind
+        if not (Path(manager.directory) / str(latest) / item).is_dir():
+            raise CheckpointError(f"{manager.directory}, step {latest}: {item} is missing")
     arrays = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
     items = ocp.args.Composite(history=ocp.args.JsonRestore(), arrays=arrays)
     try:

@@ -33,23 +33,50 @@ _MODULES = {
     "input_norm": "input_layernorm",
     "post_norm": "post_attention_layernorm",
 }
+# Parameters that are several of a checkpoint's tensors.
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 # Buffers that old checkpoints carry and that the config determines.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
 
 
-def hf_name(path: tuple[Any, ...]) -> str:
-    """Hugging Face's name of the parameter at an NNX path.
+def hf_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Hugging Face's names of what makes up the parameter at an NNX path.
 
     Example:
-      >>> hf_name(("layers", 3, "attention", "q_proj", "weight"))
-      'model.layers.3.self_attn.q_proj.weight'
+      >>> hf_names(("layers", 3, "mlp", "gate_up_proj", "weight"))
+      ('model.layers.3.mlp.gate_proj.weight', 'model.layers.3.mlp.up_proj.weight')
     """
     *modules, leaf = path
     if modules[0] == "embed":
-        return "model.embed_tokens.weight"
+        return ("model.embed_tokens.weight",)
     prefix = [] if modules[0] == "lm_head" else ["model"]
-    names = [str(_MODULES.get(part, part)) for part in modules]
-    return ".".join([*prefix, *names, "bias" if leaf == "bias" else "weight"])
+    *names, last = [str(_MODULES.get(part, part)) for part in modules]
+    kind = "bias" if leaf == "bias" else "weight"
+    return tuple(".".join([*prefix, *names, x, kind]) for x in _FUSED.get(last, (last,)))
+
+
+def _part_shapes(path: tuple[Any, ...], shape: tuple[int, ...], c: LlamaConfig) -> list[tuple]:
+    """Shape of each of `hf_names(path)`."""
+    if path[-2] == "qkv_proj":
+        rows = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+    else:
+        parts = len(hf_names(path))
+        rows = [shape[0] // parts] * parts
+    return [(n, *shape[1:]) for n in rows]
+
+
+def _fuse(path: tuple[Any, ...], parts: list[np.ndarray], config: LlamaConfig) -> np.ndarray:
+    """The parameter at `path` made of its parts, in the order that its module reads."""
+    if len(parts) == 1:
+        return parts[0]
+    if path[-2] == "qkv_proj":  # by KV head
+        rest = parts[0].shape[1:]
+        parts = [x.reshape(config.num_kv_heads, -1, *rest) for x in parts]
+        return np.concatenate(parts, axis=1).reshape(-1, *rest)
+    return np.concatenate(parts)
 
 
 def build(
@@ -76,12 +103,13 @@ def build(
     graph, abstract = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     )
-    wanted = {path: hf_name(path) for path, _ in nnx.to_flat_state(abstract)}
-    missing = sorted(set(wanted.values()) - set(tensors))
+    leaves = list(nnx.to_flat_state(abstract))
+    wanted = {name for path, _ in leaves for name in hf_names(path)}
+    missing = sorted(wanted - set(tensors))
     # A tied checkpoint may carry the head all the same; the config says that it is the embedding.
     spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
     unexpected = sorted(
-        name for name in set(tensors) - set(wanted.values()) - spare if not _IGNORED.match(name)
+        name for name in set(tensors) - wanted - spare if not _IGNORED.match(name)
     )
     if missing or unexpected:
         problems = [
@@ -92,17 +120,19 @@ def build(
         raise CheckpointError(f"{source}: tensors do not match its config: {'; '.join(problems)}")
 
     flat = []
-    leaves = list(nnx.to_flat_state(abstract))
     for path, variable in track(
         leaves, description="loading weights", disable=not progress, transient=True,
         console=Console(stderr=True),
     ):  # fmt: skip
-        value = tensors[wanted[path]]()
-        if value.shape != variable.get_value().shape:
-            raise CheckpointError(
-                f"{source}: {wanted[path]} has shape {value.shape}, its config wants "
-                f"{variable.get_value().shape}"
-            )
+        shapes = _part_shapes(path, variable.get_value().shape, config)
+        parts = []
+        for name, shape in zip(hf_names(path), shapes, strict=True):
+            parts.append(tensors[name]())
+            if parts[-1].shape != shape:
+                raise CheckpointError(
+                    f"{source}: {name} has shape {parts[-1].shape}, its config wants {shape}"
+                )
+        value = _fuse(path, parts, config)
         flat.append((path, variable.replace(jnp.asarray(value, dtype))))
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     jax.block_until_ready(nnx.state(model))

@@ -144,15 +144,19 @@ def _validate(q, kv_pages, block_tables, seq_lens, query_start, layer, max_query
 # -- the XLA path ----------------------------------------------------------------------------
 
 
-def _read_pages(kv_pages, blocks, layer, dtype):
-    """K and V of pages `blocks` i32[..., P]: two [..., num_kv_heads, P * block_size, head_dim]."""
+def _read_pages(kv_pages, blocks, layer, scale, dtype):
+    """scale * K and V of pages `blocks` i32[..., P]: [..., num_kv_heads, P * block_size, head_dim].
+
+    The scale is K's, not q's, since XLA's CPU code vectorises a gather that computes something: 33
+    against 44 ms a step to read 32 sequences of 281 tokens of a 30-layer model.
+    """
     num_kv_heads, block_size, head_dim = kv_pages.shape[3:]
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     row = page_row(kv_pages, blocks[..., None, :], layer, 0, heads)  # [..., H, P]
     pages = page_rows(kv_pages)
     shape = (*row.shape[:-1], row.shape[-1] * block_size, head_dim)
     take = lambda r: pages.at[r].get(mode="promise_in_bounds").astype(dtype)  # noqa: E731
-    return take(row).reshape(shape), take(row + num_kv_heads).reshape(shape)
+    return (take(row) * scale).reshape(shape), take(row + num_kv_heads).reshape(shape)
 
 
 def _accumulate(carry, q, k, v, visible, written):
@@ -203,11 +207,11 @@ def _decode_xla(q, kv_pages, tables, seq_lens, query_start, layer, scale):
     tile = pages_per_tile * block_size
     tables = _pad_columns(tables, pages_per_tile)
     lens = jnp.where(query_start[1:] > query_start[:-1], seq_lens, 0)
-    q = (q * scale).reshape(num_seqs, num_kv_heads, -1, head_dim)
+    q = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
 
     def body(i, carry):
         blocks = lax.dynamic_slice_in_dim(tables, i * pages_per_tile, pages_per_tile, 1)
-        k, v = _read_pages(kv_pages, blocks, layer, q.dtype)
+        k, v = _read_pages(kv_pages, blocks, layer, scale, q.dtype)
         visible = i * tile + jnp.arange(tile, dtype=jnp.int32) < lens[:, None]
         return _accumulate(carry, q, k, v, visible[:, None, None, :], visible[:, None, :, None])
 
@@ -228,7 +232,7 @@ def _prefill_xla(q, kv_pages, tables, seq_lens, query_start, layer, scale, max_q
     pages_per_tile = max(1, min(tables.shape[1], _KEY_TILE // block_size))
     tile = pages_per_tile * block_size
     tables = _pad_columns(tables, pages_per_tile)
-    q = jnp.pad((q * scale).astype(q.dtype), ((0, query_tile), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, query_tile), (0, 0), (0, 0)))
     counts = query_start[1:] - query_start[:-1]
     tiles_before = jnp.cumsum(-(-counts // query_tile))
 
@@ -249,7 +253,7 @@ def _prefill_xla(q, kv_pages, tables, seq_lens, query_start, layer, scale, max_q
 
         def key_tile(j, carry):
             blocks = lax.dynamic_slice(tables, (s, j * pages_per_tile), (1, pages_per_tile))[0]
-            k, v = _read_pages(kv_pages, blocks, layer, q.dtype)
+            k, v = _read_pages(kv_pages, blocks, layer, scale, q.dtype)
             token = j * tile + jnp.arange(tile, dtype=jnp.int32)
             visible = (token <= row_positions[:, None]) & (token < length)
             return _accumulate(carry, qt, k, v, visible[None], (token < length)[:, None])

@@ -169,7 +169,7 @@ def measure(
     decoder.close()
     tokens = setting["streams"] * len(decode_s)
     return {
-        "peer": "llama.cpp",
+        "engine": "llama.cpp",
         **setting,
         "tokens_per_s": round(tokens / sum(decode_s), 2),
         "ms_per_step_median": round(1e3 * statistics.median(decode_s), 3),
@@ -246,7 +246,7 @@ def main() -> None:
 
     if args.json:
         meta = {
-            "peer": "llama.cpp",
+            "engine": "llama.cpp",
             "llama_cpp_python": llama_cpp.__version__,
             "system_info": llama_cpp.llama_print_system_info().decode().strip(" |"),
             "gguf": args.gguf.name,

@@ -20,6 +20,14 @@ def test_greedy_is_the_argmax_whatever_the_limits():
     assert draw(SamplingParams(temperature=0, top_k=3, top_p=0.1))[0] == 1
 
 
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 1000])
+def test_greedy_takes_the_first_of_equals(vocab_size):
+    logits = np.random.default_rng(0).integers(-3, 4, (40, vocab_size)).astype(np.float32)
+    rows = SamplingArrays.of([], [], len(logits))
+    tokens = sample(jnp.asarray(logits), rows, jnp.arange(len(logits)))
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=-1))
+
+
 def test_temperature_one_follows_the_probabilities():
     np.testing.assert_allclose(draw(SamplingParams(temperature=1)), jnp.exp(LOGITS), atol=0.03)
 
