@@ -108,9 +108,7 @@ def build(
     missing = sorted(wanted - set(tensors))
     # A tied checkpoint may carry the head all the same; the config says that it is the embedding.
     spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    unexpected = sorted(
-        name for name in set(tensors) - wanted - spare if not _IGNORED.match(name)
-    )
+    unexpected = sorted(name for name in set(tensors) - wanted - spare if not _IGNORED.match(name))
     if missing or unexpected:
         problems = [
             f"{len(names)} {kind} ({_some(names)})"
