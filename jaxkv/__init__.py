@@ -1,10 +1,9 @@
 """The paged KV-cache memory layer for JAX."""
 
 from jaxkv.attention import attention as attention
-from jaxkv.block_manager import Allocation as Allocation
+from jaxkv.belady import belady_hit_rate as belady_hit_rate
+from jaxkv.block_keys import Media as Media
 from jaxkv.block_manager import BlockManager as BlockManager
-from jaxkv.block_manager import Plan as Plan
-from jaxkv.block_manager import Stats as Stats
 from jaxkv.config import CacheConfig as CacheConfig
 from jaxkv.errors import ConfigError as ConfigError
 from jaxkv.errors import InvariantError as InvariantError
@@ -16,9 +15,24 @@ from jaxkv.generate import Generation as Generation
 from jaxkv.generate import GenerationStats as GenerationStats
 from jaxkv.generate import generate as generate
 from jaxkv.loop import Output as Output
+from jaxkv.metrics import Metrics as Metrics
+from jaxkv.replay import record as record
+from jaxkv.replay import replay as replay
+from jaxkv.reports import Admission as Admission
+from jaxkv.reports import Allocation as Allocation
+from jaxkv.reports import BlockInfo as BlockInfo
+from jaxkv.reports import Plan as Plan
+from jaxkv.reports import Stats as Stats
 from jaxkv.sampling import SamplingParams as SamplingParams
+from jaxkv.simulate import SimulationResult as SimulationResult
+from jaxkv.simulate import simulate as simulate
+from jaxkv.sizing import cache_size as cache_size
+from jaxkv.sizing import suggest_block_size as suggest_block_size
+from jaxkv.snapshot import take_snapshot as take_snapshot
 from jaxkv.state import Batch as Batch
 from jaxkv.state import PagedState as PagedState
 from jaxkv.state import advance as advance
 from jaxkv.state import apply_plan as apply_plan
 from jaxkv.state import init_state as init_state
+from jaxkv.traces import Trace as Trace
+from jaxkv.traces import load_trace as load_trace

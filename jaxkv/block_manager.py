@@ -1,367 +1,321 @@
 """The host's view of the pool: which sequence owns which blocks. Plans; the device applies.
 
 Pure Python and NumPy (no JAX), single-threaded by contract: whoever runs the step loop owns it.
+Every call refuses before it changes anything.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Hashable, Sequence
-from typing import Self
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Self
 
 import numpy as np
 
+from jaxkv import events
+from jaxkv.block_keys import Media, as_tokens
 from jaxkv.config import CacheConfig
-from jaxkv.errors import ConfigError, InvariantError, JaxkvError, OutOfBlocksError
-from jaxkv.errors import UnknownSequenceError as UnknownSequence
-
-NULL_BLOCK = 0  # never allocated: padding points at it, reads of it are masked
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the device must do to its tables to follow the manager. NumPy, sizes not padded.
-
-    Attributes:
-      copies: i32[C, 2] (source, destination) blocks, to be copied before anything else.
-      cells: i32[E, 3] (row, column, block) entries of the block table.
-      lengths: i32[R, 2] (row, length) rows whose length is set.
-    """
-
-    copies: np.ndarray
-    cells: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def empty(cls) -> Self:
-        """Nothing to do."""
-        return cls(
-            np.zeros((0, 2), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
-        )
+from jaxkv.errors import JaxkvError
+from jaxkv.manager_view import ManagerView
+from jaxkv.operations import operation
+from jaxkv.reports import Allocation, Plan
+from jaxkv.sequence_table import Rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Allocation:
-    """What `BlockManager.allocate` gave a sequence.
-
-    Attributes:
-      row: the sequence's row in the block table.
-      num_cached_tokens: leading tokens whose KV is already in the pool.
-    """
-
-    row: int
-    num_cached_tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """Blocks of the pool by use; `active + cached + free` is the number of usable blocks.
-
-    Attributes:
-      active: blocks that a live sequence references.
-      cached: blocks that no live sequence references but a prefix lookup would find.
-      free: blocks that hold nothing.
-      peak_active: most blocks that were ever active at once.
-      used_slots: tokens that the live sequences hold.
-      num_seqs: live sequences.
-    """
-
-    active: int
-    cached: int
-    free: int
-    peak_active: int
-    used_slots: int
-    num_seqs: int
-
-
-class BlockManager:
-    """Block tables, reference counts and free blocks of one pool.
+class BlockManager(ManagerView):
+    """Block tables, reference counts, prefix cache and free blocks of one pool.
 
     Args:
       num_blocks: blocks in the pool, the null block included.
       block_size: tokens per block.
       max_seqs: rows of the block table.
       max_blocks_per_seq: columns of the block table.
+      prefix_index: how cached blocks are found: "hash" (chained block hashes), "radix" (a tree of
+        token runs) or None (they are not). Both find the same.
+      eviction: which cached block goes first: one of `jaxkv.eviction.POLICIES`.
+      copy_on_partial_reuse: a prompt that leaves the cached prefixes inside a block takes the
+        tokens that agree, by a copy of the block.
+      watermark: share of the pool that `can_allocate` keeps for the running sequences.
+      sliding_window: tokens that a query sees, itself included; blocks behind go back. None: all.
+      weight_version: part of every key, so that other weights never hit; see its attribute.
+      clock: seconds, monotonic.
+      debug: `take_plan` verifies the whole bookkeeping each time.
+      hash_function: of the block keys, to 16 bytes.
 
     Example:
       >>> from jaxkv import BlockManager
-      >>> manager = BlockManager(num_blocks=5, block_size=4, max_seqs=2, max_blocks_per_seq=4)
-      >>> manager.allocate("a", [1, 2, 3, 4, 5]).num_cached_tokens
+      >>> manager = BlockManager(num_blocks=8, block_size=4, max_seqs=3, max_blocks_per_seq=4)
+      >>> manager.allocate("a", [1, 2, 3, 4, 5, 6]).num_cached_tokens
       0
-      >>> manager.block_table("a").tolist()
-      [1, 2]
-      >>> manager.commit("a", 5)       # their KV is computed
-      >>> manager.append("a", 6)       # one more slot
-      >>> manager.length("a"), manager.stats().free
-      (6, 2)
-      >>> manager.free("a")
-      >>> manager.stats().active
-      0
+      >>> manager.commit("a", 6)       # their KV is computed: the first block can be found
+      >>> manager.allocate("b", [1, 2, 3, 4, 9]).num_cached_tokens
+      4
+      >>> manager.fork("a", "c")       # shares all blocks
+      >>> manager.append("c", 7)       # copy-on-write of the partly filled one
+      >>> manager.block_table("a").tolist(), manager.block_table("c").tolist()
+      ([1, 2], [1, 4])
+      >>> manager.take_plan().copies.tolist()
+      [[2, 4]]
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, max_seqs: int, max_blocks_per_seq: int):
-        if num_blocks < 2 or min(block_size, max_seqs, max_blocks_per_seq) < 1:
-            raise ConfigError(
-                f"{num_blocks=} must be at least 2 (block 0 is the null block) and {block_size=}, "
-                f"{max_seqs=}, {max_blocks_per_seq=} positive"
-            )
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.max_seqs = max_seqs
-        self.max_blocks_per_seq = max_blocks_per_seq
-        self._tables = np.zeros((max_seqs, max_blocks_per_seq), np.int32)
-        self._lengths = np.zeros(max_seqs, np.int32)  # tokens known, KV written or not
-        self._computed = np.zeros(max_seqs, np.int32)  # leading tokens whose KV is written
-        self._num_blocks_of = np.zeros(max_seqs, np.int32)  # table entries in use
-        self._ref_counts = np.zeros(num_blocks, np.int32)
-        self._free_blocks: deque[int] = deque(range(1, num_blocks))
-        self._free_rows: list[int] = list(range(max_seqs - 1, -1, -1))
-        self._rows: dict[Hashable, int] = {}
-        self._dirty_cells: list[np.ndarray] = []  # flat table indices the device has not seen
-        self._dirty_rows: set[int] = set()  # rows whose length the device has not seen
-        self._peak_active = 0
-
     @classmethod
-    def for_config(cls, config: CacheConfig) -> Self:
-        """The manager of a pool of this shape."""
+    def for_config(cls, config: CacheConfig, **options: Any) -> Self:
+        """The manager of a pool of this shape; options as in the constructor."""
         return cls(
             config.num_blocks,
             config.block_size,
             max_seqs=config.max_seqs,
             max_blocks_per_seq=config.max_blocks_per_seq,
+            **options,
         )
 
-    # -- questions ---------------------------------------------------------------------------
+    # -- transitions -------------------------------------------------------------------------
 
-    def row(self, seq_id: Hashable) -> int:
-        """The sequence's row in the block table."""
-        try:
-            return self._rows[seq_id]
-        except KeyError:
-            raise UnknownSequence(
-                f"no live sequence {seq_id!r}; {len(self._rows)} are live"
-            ) from None
+    @operation
+    def allocate(
+        self,
+        seq_id: Hashable,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        namespace: Any = None,
+        media: Iterable[Media] = (),
+        skip_prefix_cache: bool = False,
+        lookahead: int = 0,
+        priority: int = 0,
+        ttl: float | None = None,
+    ) -> Allocation:
+        """Reserves a row, and blocks for `token_ids`: cached ones where there are. All or nothing.
 
-    def length(self, seq_id: Hashable) -> int:
-        """Tokens of the sequence, KV written or not."""
-        return int(self._lengths[self.row(seq_id)])
+        At least the last token is left to compute, since its logits are wanted.
 
-    def num_computed_tokens(self, seq_id: Hashable) -> int:
-        """Leading tokens whose KV is written."""
-        return int(self._computed[self.row(seq_id)])
-
-    def block_table(self, seq_id: Hashable) -> np.ndarray:
-        """i32[num_blocks of the sequence], a copy."""
-        row = self.row(seq_id)
-        return self._tables[row, : self._num_blocks_of[row]].copy()
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def stats(self) -> Stats:
-        """Counts of blocks by use."""
-        free = len(self._free_blocks)
-        rows = list(self._rows.values())
-        return Stats(
-            active=self.num_blocks - 1 - free,
-            cached=0,
-            free=free,
-            peak_active=self._peak_active,
-            used_slots=int(self._lengths[rows].sum()),
-            num_seqs=len(rows),
-        )
-
-    # -- transitions: each refuses before it changes anything --------------------------------
-
-    def allocate(self, seq_id: Hashable, token_ids: Sequence[int] | np.ndarray) -> Allocation:
-        """Reserves a row and the blocks of `token_ids`. All or nothing.
+        Args:
+          seq_id: its name.
+          token_ids: the prompt.
+          namespace: what else its KV depends on (adapter, tenant's salt); kinds never collide, as
+            in `{"adapter": "x"}` and `{"salt": "x"}`.
+          media: ranges of placeholder tokens and what they stand for.
+          skip_prefix_cache: compute everything; the blocks are cached all the same.
+          lookahead: slots to reserve past the prompt.
+          priority: of its cached blocks against eviction; higher ones go later.
+          ttl: seconds after which the priority ends; None: never.
 
         Raises:
-          OutOfBlocksError: too few free blocks, or no free row; nothing was changed.
+          OutOfBlocksError: too few blocks, or no free row; nothing was changed.
           JaxkvError: the id is live, there are no tokens, or they can never fit a table row.
         """
-        if seq_id in self._rows:
+        tokens = as_tokens(token_ids)
+        length = len(tokens)
+        if seq_id in self._table.rows:
             raise JaxkvError(f"sequence {seq_id!r} is live already; free it first")
-        length = len(token_ids)
-        if length == 0:
-            raise JaxkvError(f"sequence {seq_id!r} has no tokens; give at least one")
-        needed = self.blocks_for(length)
-        self._require_columns(seq_id, length)
-        if not self._free_rows:
-            raise OutOfBlocksError(
-                f"all {self.max_seqs} rows of the block table are taken; free a sequence or raise "
-                "max_seqs",
-                asked=needed,
-                free=len(self._free_blocks),
-            )
-        self._require_blocks(needed, f"sequence {seq_id!r} of {length} tokens")
-        row = self._free_rows.pop()
-        self._rows[seq_id] = row
-        self._set_blocks(np.full(needed, row), np.arange(needed), self._take(needed))
-        self._num_blocks_of[row] = needed
-        self._lengths[row] = length
-        self._computed[row] = 0
-        self._dirty_rows.add(row)
-        return Allocation(row=row, num_cached_tokens=0)
-
-    def commit(self, seq_id: Hashable, num_tokens: int) -> None:
-        """The KV of the next `num_tokens` tokens is written."""
-        row = self.row(seq_id)
-        computed = int(self._computed[row]) + num_tokens
-        if num_tokens < 0 or computed > self._lengths[row]:
+        if length == 0 or lookahead < 0:
             raise JaxkvError(
-                f"sequence {seq_id!r}: cannot commit {num_tokens} tokens after "
-                f"{self._computed[row]} of {self._lengths[row]}"
+                f"sequence {seq_id!r}: {length} tokens and {lookahead=}; give at least one token "
+                "and no negative lookahead"
             )
-        self._computed[row] = computed
+        self._limits.require_columns(seq_id, length + lookahead)
+        self._limits.require_row(self.blocks_for(length + lookahead))
+        origin = self._origin(namespace, media)
+        origin.priority = priority
+        origin.expires = None if ttl is None else self._now() + ttl
+        keys = self._keys(tokens, origin)
+        hits = [] if skip_prefix_cache else self._pool.match(keys)
+        hits = hits[: (length - 1) // self.block_size]
+        source, extra = (
+            (0, 0) if skip_prefix_cache else self._best_partial(keys, hits, tokens, length - 1)
+        )
+        needed = self.blocks_for(length + lookahead) - len(hits)
+        idle = self._limits.num_idle(hits)
+        if extra and needed + idle + self._limits.num_idle([source]) > self._limits.available():
+            source = extra = 0  # the copy's source is in the way: compute instead
+        self._limits.require_blocks(needed + idle, f"sequence {seq_id!r} of {length} tokens")
+        # Hits first, so that the blocks taken for the rest cannot be among them.
+        found = np.array(hits, np.int32)
+        if hits:
+            self._pool.touch(found, hit=True)
+        if extra:
+            self._pool.hold([source])
+        new = self._pool.take(needed)
+        if extra:
+            self._pool.unhold([source])
+            self._sequences.copy(source, int(new[0]))
+        self._sequences.fill(new, tokens[len(hits) * self.block_size :])
+        row = self._table.open(seq_id, origin)
+        self._table.extend(row, np.concatenate([found, new]) if hits else new)
+        self._table.lengths[row] = length
+        self._table.computed[row] = cached = len(hits) * self.block_size + extra
+        self._table.published[row] = len(hits)
+        self._table.lookahead[row] = lookahead
+        self._sequences.refresh_next_slot(row)
+        if self._listeners:
+            if cached:
+                self._emit(
+                    events.HIT, seq=seq_id, blocks=hits, num_tokens=cached, queried_tokens=length
+                )
+            self._emit(
+                events.ALLOCATE, seq=seq_id, blocks=self._table.live_blocks(row),
+                num_tokens=length, num_cached_tokens=cached,
+                skip_prefix_cache=skip_prefix_cache,
+            )  # fmt: skip
+        return Allocation(row=row, num_cached_tokens=cached)
 
+    @operation
+    def commit(self, seq_id: Hashable, num_tokens: int) -> None:
+        """The KV of the next `num_tokens` tokens is computed: full blocks can be found from now on.
+
+        Raises:
+          JaxkvError: more tokens than the sequence has left to compute.
+        """
+        row = self.row(seq_id)
+        before = int(self._table.computed[row])
+        if num_tokens < 0 or before + num_tokens > self._table.lengths[row]:
+            raise JaxkvError(
+                f"sequence {seq_id!r}: cannot commit {num_tokens} tokens after {before} of "
+                f"{self._table.lengths[row]}"
+            )
+        self._table.computed[row] = before + num_tokens
+        if (before + num_tokens) // self.block_size > before // self.block_size:
+            self._sequences.publish(row)
+        if self.sliding_window is not None:
+            self._sequences.drop_behind_window(row)
+
+    @operation
     def append(self, seq_id: Hashable, token_id: int) -> None:
         """One more token: reserves its slot. See `append_batch`."""
-        self.append_batch([seq_id], np.array([token_id]))
+        rows = self._table.select([seq_id]).rows
+        self._sequences.append(rows, as_tokens([token_id]), self._limits)
 
-    def append_batch(self, seq_ids: Sequence[Hashable], token_ids: np.ndarray) -> None:
+    @operation
+    def append_batch(self, seq_ids: Sequence[Hashable] | Rows, token_ids: np.ndarray) -> None:
         """One more token for each of several sequences: reserves their slots. All or nothing.
 
         Args:
-          seq_ids: distinct live sequences.
+          seq_ids: distinct live sequences, or what `select` made of them, which is faster.
           token_ids: i32[len(seq_ids)].
 
         Raises:
-          OutOfBlocksError: fewer free blocks than sequences at a block boundary.
+          OutOfBlocksError: fewer blocks than new ones and copies are needed.
           JaxkvError: an id given twice, or a sequence at its longest.
         """
-        rows = np.array([self.row(seq_id) for seq_id in seq_ids], np.int32)
+        rows = self._table.select(seq_ids).rows
         if len(token_ids) != len(rows):
             raise JaxkvError(f"{len(rows)} sequences but {len(token_ids)} tokens")
-        if len(set(seq_ids)) != len(rows):
-            raise JaxkvError("a sequence is named twice in one append_batch; append in two calls")
-        lengths = self._lengths[rows]
-        crossing = rows[lengths == self._num_blocks_of[rows] * self.block_size]
-        if len(crossing):
-            columns = self._num_blocks_of[crossing]
-            if columns.max() >= self.max_blocks_per_seq:
-                seq_id = seq_ids[int(lengths.argmax())]
-                self._require_columns(seq_id, int(lengths.max()) + 1)
-            self._require_blocks(len(crossing), f"appending to {len(rows)} sequences")
-            self._set_blocks(crossing, columns, self._take(len(crossing)))
-            self._num_blocks_of[crossing] += 1
-        self._lengths[rows] += 1
+        self._sequences.append(rows, token_ids, self._limits)
 
-    def free(self, seq_id: Hashable) -> None:
-        """Ends a sequence: its row and the blocks that nobody else references are free again."""
-        row = self.row(seq_id)
-        used = int(self._num_blocks_of[row])
-        blocks = self._tables[row, :used].copy()
-        del self._rows[seq_id]
-        self._ref_counts[blocks] -= 1
-        # Reverse order: the tail of a sequence is worth least to whoever shares its prefix.
-        self._free_blocks.extend(blocks[self._ref_counts[blocks] == 0][::-1].tolist())
-        self._mark(np.full(used, row), np.arange(used))
-        self._tables[row, :used] = NULL_BLOCK
-        self._num_blocks_of[row] = self._lengths[row] = self._computed[row] = 0
-        self._dirty_rows.add(row)
-        self._free_rows.append(row)
-
-    # -- towards the device ------------------------------------------------------------------
-
-    def take_plan(self) -> Plan:
-        """Everything the device has not been told yet; the next call starts afresh."""
-        flat = np.unique(np.concatenate(self._dirty_cells)) if self._dirty_cells else np.array([])
-        rows, columns = np.divmod(flat.astype(np.int64), self.max_blocks_per_seq)
-        cells = np.stack([rows, columns, self._tables[rows, columns]], 1).astype(np.int32)
-        changed = np.array(sorted(self._dirty_rows), np.int32)
-        lengths = np.stack([changed, self._computed[changed]], 1).astype(np.int32)
-        self._dirty_cells = []
-        self._dirty_rows = set()
-        return Plan(copies=np.zeros((0, 2), np.int32), cells=cells, lengths=lengths)
-
-    # -- the invariant -----------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Verifies the whole bookkeeping.
+    @operation
+    def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
+        """A second sequence with the same tokens, which shares all blocks until one is written.
 
         Raises:
-          InvariantError: naming the block, the sequence and the counts.
+          OutOfBlocksError: no free row; nothing was changed.
+          JaxkvError: the child's id is live.
         """
-        counts = np.zeros(self.num_blocks, np.int64)
-        for seq_id, row in self._rows.items():
-            used = int(self._num_blocks_of[row])
-            blocks = self._tables[row, :used]
-            if (blocks == NULL_BLOCK).any() or (self._tables[row, used:] != NULL_BLOCK).any():
-                raise InvariantError(
-                    f"sequence {seq_id!r}: null block inside, or block after, "
-                    f"its {used} blocks: {self._tables[row].tolist()}"
-                )
-            if used != self.blocks_for(int(self._lengths[row])):
-                raise InvariantError(
-                    f"sequence {seq_id!r}: {self._lengths[row]} tokens in {used} "
-                    f"blocks of {self.block_size}"
-                )
-            if self._computed[row] > self._lengths[row]:
-                raise InvariantError(
-                    f"sequence {seq_id!r}: {self._computed[row]} tokens computed "
-                    f"of {self._lengths[row]}"
-                )
-            np.add.at(counts, blocks, 1)
-        for block in np.flatnonzero(counts != self._ref_counts).tolist():
-            raise InvariantError(
-                f"block {block}: ref count {self._ref_counts[block]}, but "
-                f"{counts[block]} table entries; owners {self._owners(block)}"
-            )
-        free = list(self._free_blocks)
-        if len(set(free)) != len(free):
-            raise InvariantError(f"a block is free twice: {sorted(free)}")
-        for block in free:
-            if block == NULL_BLOCK or self._ref_counts[block]:
-                raise InvariantError(
-                    f"block {block} is free with ref count "
-                    f"{self._ref_counts[block]}; owners {self._owners(block)}"
-                )
-        leaked = self.num_blocks - 1 - len(free) - int((self._ref_counts > 0).sum())
-        if leaked:
-            raise InvariantError(f"{leaked} blocks are neither free nor referenced")
-        if len(self._free_rows) + len(self._rows) != self.max_seqs:
-            raise InvariantError(
-                f"{len(self._free_rows)} free rows and {len(self._rows)} "
-                f"sequences, of {self.max_seqs} rows"
-            )
+        parent = self.row(parent_id)
+        if child_id in self._table.rows:
+            raise JaxkvError(f"sequence {child_id!r} is live already; free it first")
+        self._limits.require_row(0)
+        self._sequences.fork(parent, child_id)
 
-    # -- inside ------------------------------------------------------------------------------
+    @operation
+    def reorder(self, seq_ids: Sequence[Hashable], parents: Sequence[int]) -> None:
+        """A beam step: sequence i becomes a continuation of what sequence `parents[i]` was.
 
-    def _owners(self, block: int) -> list[Hashable]:
-        return [s for s, row in self._rows.items() if (self._tables[row] == block).any()]
+        Tables move, blocks do not; no block is needed.
 
-    def _require_columns(self, seq_id: Hashable, length: int) -> None:
-        longest = min(self.max_blocks_per_seq, self.num_blocks - 1) * self.block_size
-        if length > longest:
+        Raises:
+          JaxkvError: not one parent per sequence, or one out of range.
+        """
+        rows = self._table.select(seq_ids).rows.tolist()
+        if len(parents) != len(rows) or any(not 0 <= p < len(rows) for p in parents):
+            raise JaxkvError(f"parents {list(parents)} are not {len(rows)} indices below it")
+        self._sequences.reorder(rows, [rows[p] for p in parents])
+
+    @operation
+    def truncate(self, seq_id: Hashable, length: int) -> None:
+        """Takes back all tokens after the first `length`, and reserved slots with them.
+
+        Raises:
+          JaxkvError: a length that is negative, more than the sequence has, or before what a
+            sliding window has kept; nothing was changed.
+        """
+        row = self.row(seq_id)
+        table, size = self._table, self.block_size
+        if not table.dropped[row] * size <= length <= table.lengths[row]:
             raise JaxkvError(
-                f"sequence {seq_id!r} of {length} tokens never fits: the longest is {longest} "
-                f"({self.max_blocks_per_seq} table columns, {self.num_blocks - 1} usable blocks of "
-                f"{self.block_size} tokens)"
+                f"sequence {seq_id!r}: cannot truncate to {length}; it has {table.lengths[row]} "
+                f"tokens, the first {table.dropped[row] * size} of them behind the window"
             )
+        self._sequences.truncate(row, length)
 
-    def _require_blocks(self, needed: int, what: str) -> None:
-        free = len(self._free_blocks)
-        if needed > free:
-            raise OutOfBlocksError(
-                f"{what} needs {needed} blocks of {self.block_size} tokens, but {free} of "
-                f"{self.num_blocks - 1} are free (the longest sequence that fits now has "
-                f"{free * self.block_size} tokens); free a sequence or raise num_blocks",
-                asked=needed,
-                free=free,
-            )
+    @operation
+    def free(self, seq_id: Hashable) -> None:
+        """Ends a sequence. Blocks that nobody else references are cached, or free again."""
+        row = self.row(seq_id)
+        blocks = self._table.live_blocks(row)[::-1].copy()
+        self._table.close(row)
+        # Reverse order: the tail of a sequence is worth least to whoever shares its prefix.
+        if len(blocks):
+            self._pool.release(blocks)
+        if self._listeners:
+            self._emit(events.FREE, seq=seq_id, blocks=blocks)
 
-    def _take(self, count: int) -> np.ndarray:
-        blocks = np.fromiter((self._free_blocks.popleft() for _ in range(count)), np.int32, count)
-        self._ref_counts[blocks] = 1
-        self._peak_active = max(self._peak_active, self.num_blocks - 1 - len(self._free_blocks))
-        return blocks
+    @operation
+    def pin(
+        self, token_ids: Sequence[int] | np.ndarray, *, ttl: float | None = None,
+        namespace: Any = None,
+    ) -> int:  # fmt: skip
+        """Keeps the cached blocks of a prefix from eviction; returns how many tokens they hold.
 
-    def _set_blocks(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
-        self._tables[rows, columns] = blocks
-        self._mark(rows, columns)
+        Pinning again renews. `ttl`: seconds after which the pin ends; None: until `unpin`.
+        """
+        keys = self._keys(as_tokens(token_ids), self._origin(namespace, ()))
+        hits = self._pool.match(keys)
+        self._pins.set(keys, hits, None if ttl is None else self._now() + ttl)
+        return len(hits) * self.block_size
 
-    def _mark(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        self._dirty_cells.append(rows.astype(np.int64) * self.max_blocks_per_seq + columns)
+    @operation
+    def unpin(self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None) -> None:
+        """Ends a pin.
+
+        Raises:
+          JaxkvError: there is none of this prefix.
+        """
+        self._pins.drop(self._keys(as_tokens(token_ids), self._origin(namespace, ())))
+
+    @operation
+    def evict(self, blocks: Sequence[int]) -> None:
+        """Drops given cached blocks, and those that are found only through them.
+
+        Raises:
+          JaxkvError: one is referenced, pinned, being copied, or not cached; nothing was changed.
+        """
+        self._pool.evict(blocks)
+
+    @operation
+    def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Forgets all cached content. False, and nothing changed, while sequences are live.
+
+        With `force` running sequences keep their blocks, but none of what they hold is ever found:
+        it may come from before the reset.
+        """
+        if self._table.rows and not force:
+            return False
+        self._pins.clear()
+        self._pool.clear()
+        for row in self._table.rows.values():
+            self._sequences.origin(row).publishes = False
+        if self._listeners:
+            self._emit(events.CLEARED)
+        return True
+
+    @operation
+    def take_plan(self) -> Plan:
+        """Everything the device has not been told yet; the next call starts afresh."""
+        cells, lengths = self._table.drain()
+        queued = self._sequences.copies
+        copies = np.array([(s, d) for d, s in queued.items()], np.int32).reshape(-1, 2)
+        # The device runs plans in order, and a plan's copies before all else: whatever is written
+        # to these blocks from now on is written after they were copied.
+        self._pool.unhold(copies.reshape(-1).tolist())
+        queued.clear()
+        if self.debug:
+            self.check()
+        return Plan(copies=copies, cells=cells, lengths=lengths)

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxkv.block_manager import BlockManager, Plan
+from jaxkv.block_manager import BlockManager
 from jaxkv.config import CacheConfig
+from jaxkv.reports import Plan
 from jaxkv.sampling import SamplingArrays, SamplingParams, sample
 from jaxkv.state import (
     Batch,

@@ -11,9 +11,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.block_manager import Plan
 from jaxkv.config import DTYPES, CacheConfig
 from jaxkv.errors import JaxkvError, StaleStateError
+from jaxkv.reports import Plan
 from pallas_kernels.copy_blocks import copy_blocks
 
 _STALE = """\

@@ -10,9 +10,9 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.attention import slots
-from jaxkv.block_manager import Plan
 from jaxkv.errors import JaxkvError, StaleStateError
 from jaxkv.loop import make_step
+from jaxkv.reports import Plan
 from jaxkv.sampling import SamplingArrays, SamplingParams
 from jaxkv.state import Batch, apply_plan, pad_plan
 

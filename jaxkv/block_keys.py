@@ -1,0 +1,161 @@
+"""What names a block's content: namespace, all tokens before it, its own tokens, its media.
+
+A block's hash is chained, `XXH3-128(hash of the block before, tokens, media)`, and the chain starts
+with the namespace. Tokens are hashed as little-endian int32, so that a key is the same in every
+process and for every integer type. The hash only finds a block; the content is compared on a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from jaxkv.errors import JaxkvError
+
+HashFunction = Callable[[bytes], bytes]  # any length to 16 bytes
+
+_TOKEN = np.dtype("<i4")
+
+
+class Media(NamedTuple):
+    """Placeholder tokens `start : start + length` stand for the media with this id.
+
+    The id must tell contents apart: a digest of at least 128 bits, not a file name.
+    """
+
+    start: int
+    length: int
+    id: str | bytes | int
+
+
+def as_tokens(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Token ids as contiguous little-endian int32.
+
+    Raises:
+      JaxkvError: not a flat sequence of integers in int32's range.
+    """
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise JaxkvError(
+            f"token_ids must be a flat sequence of integers, got {tokens.dtype} {tokens.shape}"
+        )
+    if tokens.dtype.itemsize >= 4 and tokens.dtype != _TOKEN and tokens.size:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < -(2**31) or high >= 2**31:
+            raise JaxkvError(f"token ids {low} to {high} do not fit 32 bits")
+    return np.ascontiguousarray(tokens, _TOKEN)
+
+
+def canonical(value: Any) -> bytes:
+    """Bytes that tell apart any two values of different content or kind.
+
+    Each value carries its kind and length, so that "X" as an adapter and "X" as a salt, or
+    ("ab", "c") and ("a", "bc"), cannot collide.
+
+    Raises:
+      JaxkvError: a kind that has no stable form (floats, objects).
+
+    Example:
+      >>> canonical({"salt": "X"}) == canonical({"adapter": "X"})
+      False
+    """
+    if value is None:
+        kind, body = b"n", b""
+    elif isinstance(value, bool | np.bool_):
+        kind, body = b"?", b"1" if value else b"0"
+    elif isinstance(value, int | np.integer):
+        kind, body = b"i", str(int(value)).encode()
+    elif isinstance(value, str):
+        kind, body = b"s", value.encode()
+    elif isinstance(value, bytes):
+        kind, body = b"b", value
+    elif isinstance(value, tuple | list):
+        kind, body = b"t", b"".join(canonical(x) for x in value)
+    elif isinstance(value, Mapping):
+        pairs = sorted((canonical(k), canonical(v)) for k, v in value.items())
+        kind, body = b"m", b"".join(k + v for k, v in pairs)
+    else:
+        raise JaxkvError(
+            f"a namespace is made of None, str, bytes, int, bool, tuples and mappings of them, "
+            f"not {type(value).__name__}: {value!r}"
+        )
+    return kind + str(len(body)).encode() + b":" + body
+
+
+def digest(data: bytes) -> bytes:
+    """XXH3-128."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def root_of(namespace: Any, weight_version: Any) -> bytes:
+    """Where the chain of a namespace starts: 16 bytes, always of the strong hash."""
+    return digest(canonical(("jaxkv", weight_version, namespace)))
+
+
+def media_of_blocks(media: Iterable[Media], block_size: int) -> dict[int, bytes]:
+    """For each block index that holds placeholder tokens, which media and from where in them."""
+    parts: dict[int, list[tuple[int, int, Any]]] = {}
+    for start, length, id_ in media:
+        if start < 0 or length < 1:
+            raise JaxkvError(f"media {id_!r}: {start=} and {length=} are no range of tokens")
+        for block in range(start // block_size, (start + length - 1) // block_size + 1):
+            parts.setdefault(block, []).append((start - block * block_size, length, id_))
+    return {block: canonical(sorted(p, key=canonical)) for block, p in parts.items()}
+
+
+class BlockKeys:
+    """Keys of the full blocks `first : first + n` of one sequence.
+
+    Attributes:
+      root: where the sequence's chain starts.
+      first: index of the first block.
+      tokens: i32[n, block_size].
+
+    Hashes that are known already come in as `hashes`; what is computed is added to that list.
+    """
+
+    def __init__(
+        self,
+        root: bytes,
+        tokens: np.ndarray,
+        *,
+        first: int = 0,
+        parent_hash: bytes | None = None,
+        media: Mapping[int, bytes] | None = None,
+        hash_function: HashFunction = digest,
+        hashes: list[bytes] | None = None,
+    ):
+        self.root, self.first, self.tokens = root, first, tokens
+        self.media = media or {}
+        self._parent_hash = root if parent_hash is None else parent_hash
+        self._hash = hash_function
+        self._hashes = [] if hashes is None else hashes
+        self._data = tokens.tobytes()
+        self._stride = tokens.shape[1] * _TOKEN.itemsize
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def key(self, index: int) -> bytes:
+        """The block's own content: tokens and media, not what comes before."""
+        at = (index - self.first) * self._stride
+        return self._data[at : at + self._stride] + self.media.get(index, b"")
+
+    def hashes(self) -> list[bytes]:
+        """Chained hashes of all blocks."""
+        hashes = self._hashes
+        if len(hashes) < len(self):
+            parent = hashes[-1] if hashes else self._parent_hash
+            data, stride, function = self._data, self._stride, self._hash
+            if not self.media:
+                for at in range(len(hashes) * stride, len(self) * stride, stride):
+                    parent = function(parent + data[at : at + stride])
+                    hashes.append(parent)
+            else:
+                for index in range(self.first + len(hashes), self.first + len(self)):
+                    parent = function(parent + self.key(index))
+                    hashes.append(parent)
+        return hashes

@@ -1,0 +1,64 @@
+"""The refusals: each says what was asked, what there is, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from jaxkv.block_pool import BlockPool
+from jaxkv.errors import JaxkvError, OutOfBlocksError
+from jaxkv.pins import Pins
+from jaxkv.sequence_table import SequenceTable
+
+
+class Limits:
+    """What a pool and its table can give now, and ever."""
+
+    def __init__(
+        self, pool: BlockPool, table: SequenceTable, pins: Pins, clock: Callable[[], float]
+    ):
+        self._pool, self._table, self._pins, self._clock = pool, table, pins, clock
+
+    def available(self) -> int:
+        """Blocks that can be taken: free ones, and cached ones that nothing keeps."""
+        self._pins.expire(self._clock())
+        return self._pool.num_available
+
+    def num_idle(self, blocks: list[int]) -> int:
+        """How many of these cached blocks are among the available ones."""
+        counts, holds = self._pool.ref_counts, self._pool.holds
+        return sum(1 for b in blocks if not counts[b] and b not in holds)
+
+    def require_blocks(self, needed: int, what: str) -> None:
+        """Raises OutOfBlocksError unless `needed` blocks are available."""
+        # Pins that are over are worth a look only when blocks are short.
+        if needed <= self._pool.num_available or needed <= (available := self.available()):
+            return
+        pool, size = self._pool, self._pool.block_size
+        raise OutOfBlocksError(
+            f"{what} needs {needed} blocks of {size} tokens, but {available} of "
+            f"{pool.num_blocks - 1} are free ({pool.num_cached} cached; the longest sequence that "
+            f"fits now has {available * size} tokens); free a sequence or raise num_blocks",
+            asked=needed,
+            free=available,
+        )
+
+    def require_columns(self, seq_id: Hashable, length: int) -> None:
+        """Raises JaxkvError if a sequence of this length never fits."""
+        pool, width = self._pool, self._table.max_blocks_per_seq
+        longest = min(width, pool.num_blocks - 1) * pool.block_size
+        if length > longest:
+            raise JaxkvError(
+                f"sequence {seq_id!r} of {length} tokens never fits: the longest is {longest} "
+                f"({width} table columns, {pool.num_blocks - 1} usable blocks of "
+                f"{pool.block_size} tokens)"
+            )
+
+    def require_row(self, needed: int) -> None:
+        """Raises OutOfBlocksError if all rows of the block table are taken."""
+        if not self._table.num_free_rows:
+            raise OutOfBlocksError(
+                f"all {self._table.max_seqs} rows of the block table are taken; free a sequence or "
+                "raise max_seqs",
+                asked=needed,
+                free=self.available(),
+            )

@@ -1,0 +1,70 @@
+"""Prefixes that stay cached until somebody says otherwise, or for a time."""
+
+from __future__ import annotations
+
+import heapq
+
+from jaxkv.block_keys import BlockKeys
+from jaxkv.block_pool import BlockPool
+from jaxkv.errors import JaxkvError
+
+
+class Pins:
+    """Holds on cached blocks, by prefix."""
+
+    def __init__(self, pool: BlockPool):
+        self._pool = pool
+        self._pins: dict[bytes, tuple[list[int], float | None]] = {}
+        self._ends: list[tuple[float, bytes]] = []  # heap
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct pinned blocks."""
+        return len(self._pool.pins)
+
+    def held(self) -> list[int]:
+        """Blocks of all pins, each as often as it is pinned."""
+        return [block for blocks, _ in self._pins.values() for block in blocks]
+
+    def set(self, keys: BlockKeys, blocks: list[int], expires: float | None) -> None:
+        """Pins the blocks that hold the leading part of `keys`; replaces a pin of the same."""
+        name = _name(keys)
+        self._pool.pin(blocks)
+        if name in self._pins:
+            self._pool.unpin(self._pins[name][0])
+        self._pins[name] = list(blocks), expires
+        if expires is not None:
+            heapq.heappush(self._ends, (expires, name))
+
+    def drop(self, keys: BlockKeys) -> None:
+        """Ends a pin.
+
+        Raises:
+          JaxkvError: there is none.
+        """
+        name = _name(keys)
+        if name not in self._pins:
+            raise JaxkvError(
+                f"no pin of these {keys.tokens.size} tokens; {len(self._pins)} prefixes are pinned"
+            )
+        blocks, _ = self._pins.pop(name)
+        self._pool.unpin(blocks[::-1])
+
+    def expire(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        while self._ends and self._ends[0][0] <= now:
+            end, name = heapq.heappop(self._ends)
+            if name in self._pins and self._pins[name][1] == end:
+                blocks, _ = self._pins.pop(name)
+                self._pool.unpin(blocks[::-1])
+
+    def clear(self) -> None:
+        """Ends all pins."""
+        for blocks, _ in self._pins.values():
+            self._pool.unpin(blocks[::-1])
+        self._pins.clear()
+        self._ends.clear()
+
+
+def _name(keys: BlockKeys) -> bytes:
+    return keys.root + keys.tokens.tobytes()

@@ -1,0 +1,118 @@
+"""The radix tree behind `PrefixIndex`: an edge is a run of blocks, split where sequences part.
+
+Source: RadixAttention (SGLang, arXiv 2312.07104), with edges cut at block boundaries only. Locks on
+a path are the ref counts of its blocks: a sequence references every block of its prefix.
+"""
+
+from __future__ import annotations
+
+from jaxkv.block_keys import BlockKeys
+from jaxkv.prefix_index import ROOT
+
+
+class _Node:
+    """An edge and what hangs below it.
+
+    Attributes:
+      parent: the node above; None for the root of a namespace.
+      first: index of the edge's first block in its sequence.
+      keys: content of each block of the edge.
+      blocks: the blocks.
+      children: by the first key of their edge.
+    """
+
+    __slots__ = ("blocks", "children", "first", "keys", "parent")
+
+    def __init__(self, parent: _Node | None, first: int, keys: list[bytes], blocks: list[int]):
+        self.parent, self.first, self.keys, self.blocks = parent, first, keys, blocks
+        self.children: dict[bytes, _Node] = {}
+
+
+class RadixIndex:
+    """A tree of token runs; a match compares the content itself, so nothing can collide."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        del block_size
+        self._roots: dict[bytes, _Node] = {}
+        self._node_of: list[_Node | None] = [None] * num_blocks
+        self._depth = [0] * num_blocks  # index of the block in its sequence
+        self._size = 0
+
+    def match(self, keys: BlockKeys, start: int, parent: int) -> list[int]:
+        node, at = self._locate(keys.root, parent)
+        found: list[int] = []
+        for index in range(start, len(keys)):
+            key = keys.key(keys.first + index)
+            if node is not None and at < len(node.keys):
+                if node.keys[at] != key:
+                    break
+            else:
+                node, at = (node.children.get(key) if node is not None else None), 0
+                if node is None:
+                    break
+            found.append(node.blocks[at])
+            at += 1
+        return found
+
+    def _locate(self, root: bytes, parent: int) -> tuple[_Node | None, int]:
+        """The node of the block before, and the position behind it in the node's edge."""
+        if parent == ROOT:
+            return self._roots.get(root), 0
+        node = self._node_of[parent]
+        return node, 0 if node is None else self._depth[parent] + 1 - node.first
+
+    def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
+        first = keys.first + start
+        new = [keys.key(first + i) for i in range(len(blocks))]
+        if parent == ROOT:
+            node, at = self._roots.setdefault(keys.root, _Node(None, 0, [], [])), 0
+        else:
+            node, at = self._locate(keys.root, parent)
+            assert node is not None, f"block {parent} is not in the tree"
+        if at < len(node.keys):
+            node = self._split(node, at)
+        if node.children or node.parent is None:
+            node.children[new[0]] = node = _Node(node, first, new, list(blocks))
+        else:  # a leaf grows: no chain of one-block nodes behind a sequence that decodes
+            node.keys += new
+            node.blocks += blocks
+        for i, block in enumerate(blocks):
+            self._node_of[block] = node
+            self._depth[block] = first + i
+        self._size += len(blocks)
+        return len(blocks)
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Cuts an edge; the front part becomes a node of its own, which is returned.
+
+        The front is what the caller has just walked, so that moving it costs no more than that.
+        """
+        assert node.parent is not None
+        front = _Node(node.parent, node.first, node.keys[:at], node.blocks[:at])
+        node.parent.children[front.keys[0]] = front
+        del node.keys[:at], node.blocks[:at]
+        node.parent, node.first = front, node.first + at
+        front.children[node.keys[0]] = node
+        for block in front.blocks:
+            self._node_of[block] = front
+        return front
+
+    def remove(self, block: int) -> None:
+        node = self._node_of[block]
+        assert node is not None
+        assert node.blocks[-1] == block, f"block {block} is not a leaf"
+        node.blocks.pop()
+        key = node.keys.pop()
+        self._node_of[block] = None
+        self._size -= 1
+        if not node.blocks and node.parent is not None:
+            del node.parent.children[key]  # the edge had shrunk to this, its first key
+            # A root stays: one per namespace, small, and nothing is found below it.
+
+    def clear(self) -> None:
+        self._roots.clear()
+        self._node_of = [None] * len(self._node_of)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size

@@ -1,0 +1,185 @@
+"""The two-level block table: from a sequence's name to its row, from a position to its block.
+
+All that is known of the live sequences lies in arrays with one entry per row, so that a step over
+thousands of sequences is a few NumPy calls. The table also remembers which of its cells the device
+has not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from jaxkv.errors import JaxkvError, UnknownSequenceError
+
+NULL_BLOCK = 0  # never allocated: padding points at it, reads of it are masked
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of distinct live sequences, checked once: valid while no sequence comes or goes.
+
+    Attributes:
+      seq_ids: the sequences.
+      rows: i32[n].
+      version: the table's when it was checked.
+    """
+
+    seq_ids: tuple[Hashable, ...]
+    rows: np.ndarray
+    version: int
+
+
+@dataclasses.dataclass
+class Origin:
+    """Where a sequence's keys come from, and how its blocks are to be kept.
+
+    Attributes:
+      namespace: as the caller gave it.
+      root: start of its chain of hashes.
+      media: key parts of block indices that hold media placeholders.
+      hashes: of the leading full blocks, computed when the prompt came.
+      publishes: whether its blocks enter the prefix index.
+      priority: of its cached blocks; higher ones go later.
+      expires: when the priority ends, on the manager's clock; None: never.
+    """
+
+    namespace: object
+    root: bytes
+    media: Mapping[int, bytes]
+    hashes: list[bytes]
+    publishes: bool = True
+    priority: int = 0
+    expires: float | None = None
+
+    def copy(self) -> Origin:
+        """One that can change by itself."""
+        return dataclasses.replace(self, hashes=list(self.hashes))
+
+
+class SequenceTable:
+    """Rows, block tables and lengths of the live sequences."""
+
+    def __init__(self, max_seqs: int, max_blocks_per_seq: int):
+        self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
+        self.rows: dict[Hashable, int] = {}
+        self.ids: list[Hashable] = [None] * max_seqs
+        self.origins: list[Origin | None] = [None] * max_seqs
+        self.blocks = np.zeros((max_seqs, max_blocks_per_seq), np.int32)
+        self.lengths = np.zeros(max_seqs, np.int32)  # tokens known, KV written or not
+        self.computed = np.zeros(max_seqs, np.int32)  # leading tokens whose KV is written
+        self.published = np.zeros(max_seqs, np.int32)  # leading blocks handed to the prefix index
+        self.dropped = np.zeros(max_seqs, np.int32)  # leading blocks behind the window: null
+        self.used = np.zeros(max_seqs, np.int32)  # columns in use, the dropped ones included
+        self.lookahead = np.zeros(max_seqs, np.int32)  # slots reserved past the length
+        # block * block_size + offset of the next token; -1: there is no slot that it may write.
+        self.next_slot = np.full(max_seqs, -1, np.int64)
+        self.version = 0  # counts the comings and goings of sequences
+        self._free_rows = list(range(max_seqs - 1, -1, -1))
+        self._dirty_cells: list[np.ndarray] = []  # flat indices
+        self._dirty_ranges: list[tuple[int, int, int]] = []  # row, columns from and to
+        self._dirty_rows: set[int] = set()  # rows whose computed length the device must be told
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def row(self, seq_id: Hashable) -> int:
+        """The sequence's row."""
+        try:
+            return self.rows[seq_id]
+        except KeyError:
+            raise UnknownSequenceError(
+                f"no live sequence {seq_id!r}; {len(self.rows)} are live"
+            ) from None
+
+    def select(self, seq_ids: Sequence[Hashable] | Rows) -> Rows:
+        """Rows of distinct live sequences.
+
+        Raises:
+          JaxkvError: one is named twice.
+          UnknownSequenceError: one is not live.
+        """
+        if isinstance(seq_ids, Rows):
+            if seq_ids.version == self.version:
+                return seq_ids
+            seq_ids = seq_ids.seq_ids
+        rows = np.array([self.row(seq_id) for seq_id in seq_ids], np.int32)
+        if len(set(rows.tolist())) != len(rows):
+            raise JaxkvError(f"a sequence is named twice in {list(seq_ids)[:20]}; call twice")
+        return Rows(tuple(seq_ids), rows, self.version)
+
+    def open(self, seq_id: Hashable, origin: Origin) -> int:
+        """A row for a new sequence; the caller has checked that one is free."""
+        row = self._free_rows.pop()
+        self.rows[seq_id], self.ids[row], self.origins[row] = row, seq_id, origin
+        self.version += 1
+        self._dirty_rows.add(row)
+        return row
+
+    def close(self, row: int) -> None:
+        """Ends the row's sequence; its blocks are the caller's to release."""
+        del self.rows[self.ids[row]]
+        self.shrink(row, 0)
+        self.ids[row] = self.origins[row] = None
+        self.lengths[row] = self.computed[row] = self.published[row] = 0
+        self.dropped[row] = self.lookahead[row] = 0
+        self.next_slot[row] = -1
+        self.version += 1
+        self._dirty_rows.add(row)
+        self._free_rows.append(row)
+
+    def live_blocks(self, row: int) -> np.ndarray:
+        """i32, the blocks of a row without the null ones; a view."""
+        return self.blocks[row, self.dropped[row] : self.used[row]]
+
+    def extend(self, row: int, blocks: np.ndarray | list[int]) -> None:
+        """Appends blocks to a row."""
+        start = int(self.used[row])
+        stop = start + len(blocks)
+        self.blocks[row, start:stop] = blocks
+        self.used[row] = stop
+        self._dirty_ranges.append((row, start, stop))
+
+    def extend_many(self, rows: np.ndarray, blocks: np.ndarray) -> None:
+        """Appends one block to each of several rows."""
+        columns = self.used[rows]
+        self.blocks[rows, columns] = blocks
+        self.used[rows] = columns + 1
+        self._dirty_cells.append(rows.astype(np.int64) * self.max_blocks_per_seq + columns)
+
+    def replace(self, row: int, column: int, block: int) -> None:
+        """Puts another block into a cell."""
+        self.blocks[row, column] = block
+        self._dirty_ranges.append((row, column, column + 1))
+
+    def shrink(self, row: int, used: int) -> None:
+        """Cuts a row to `used` columns."""
+        self.blocks[row, used : self.used[row]] = NULL_BLOCK
+        self._dirty_ranges.append((row, used, int(self.used[row])))
+        self.used[row] = used
+
+    def drop_front(self, row: int, dropped: int) -> None:
+        """The first `dropped` columns hold the null block from now on."""
+        self.blocks[row, self.dropped[row] : dropped] = NULL_BLOCK
+        self._dirty_ranges.append((row, int(self.dropped[row]), dropped))
+        self.dropped[row] = dropped
+
+    def length_changed(self, row: int) -> None:
+        """The device must be told the row's computed length."""
+        self._dirty_rows.add(row)
+
+    def drain(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the device has not seen: cells i32[E, 3], lengths i32[R, 2]; starts afresh."""
+        width = self.max_blocks_per_seq
+        parts = [np.arange(row * width + a, row * width + b) for row, a, b in self._dirty_ranges]
+        parts += self._dirty_cells
+        flat = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+        rows, columns = np.divmod(flat, width)
+        cells = np.stack([rows, columns, self.blocks[rows, columns]], 1).astype(np.int32)
+        changed = np.array(sorted(self._dirty_rows), np.int32)
+        lengths = np.stack([changed, self.computed[changed]], 1).astype(np.int32)
+        self._dirty_cells, self._dirty_ranges, self._dirty_rows = [], [], set()
+        return cells, lengths

@@ -1,0 +1,231 @@
+"""What happens to tables and blocks when sequences grow, fork, move and shrink.
+
+The one rule that all of it serves: a slot is written by one sequence only. A sequence that is to
+write into a block which another table names, or which a pin keeps, gets a copy first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+import numpy as np
+
+from jaxkv.block_keys import BlockKeys, HashFunction
+from jaxkv.block_pool import BlockPool
+from jaxkv.limits import Limits
+from jaxkv.prefix_index import ROOT
+from jaxkv.sequence_table import NULL_BLOCK, Origin, SequenceTable
+
+
+class Sequences:
+    """Transitions of the live sequences. The caller has checked what can be refused, except where a
+    method takes `limits`."""
+
+    def __init__(
+        self, pool: BlockPool, table: SequenceTable, window: int | None, hash_function: HashFunction
+    ):
+        self._pool, self._table, self._window = pool, table, window
+        self._hash = hash_function
+        self._size = pool.block_size
+        self._slots = pool.tokens.reshape(-1)  # token ids by slot
+        self.copies: dict[int, int] = {}  # destination: source, not yet planned
+
+    def origin(self, row: int) -> Origin:
+        """Of a live row."""
+        origin = self._table.origins[row]
+        assert origin is not None
+        return origin
+
+    # -- growing -----------------------------------------------------------------------------
+
+    def fill(self, blocks: np.ndarray, tokens: np.ndarray) -> None:
+        """Tokens into new blocks, from the first slot on."""
+        whole, rest = divmod(len(tokens), self._size)
+        self._pool.tokens[blocks[:whole]] = tokens[: whole * self._size].reshape(-1, self._size)
+        if rest:
+            self._pool.tokens[blocks[whole], :rest] = tokens[whole * self._size :]
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray, limits: Limits) -> None:
+        """One more token for each row: a few array operations, but where a block begins."""
+        table = self._table
+        slots = table.next_slot[rows]
+        if len(slots) and slots.min() < 0:
+            self._make_room(rows[slots < 0], limits)
+            slots = table.next_slot[rows]
+        self._slots[slots] = tokens
+        slots += 1
+        slots[slots % self._size == 0] = -1
+        table.next_slot[rows] = slots
+        table.lengths[rows] += 1
+
+    def _make_room(self, rows: np.ndarray, limits: Limits) -> None:
+        """A slot that only the row itself writes, for the next token of each."""
+        table, pool = self._table, self._pool
+        columns = table.lengths[rows] // self._size
+        fresh = columns >= table.used[rows]
+        tails = table.blocks[rows, np.minimum(columns, table.max_blocks_per_seq - 1)]
+        shared = ~fresh & (pool.ref_counts[tails] > 1)
+        # The last to write a shared block may keep it.
+        writers = Counter(tails[shared].tolist())
+        copies = sum(
+            n if b in pool.pins else min(n, int(pool.ref_counts[b]) - 1) for b, n in writers.items()
+        )
+        pinned = ~fresh & ~shared & [block in pool.pins for block in tails.tolist()]
+        if columns.max() >= table.max_blocks_per_seq:
+            row = int(rows[columns.argmax()])
+            limits.require_columns(table.ids[row], int(table.lengths[row]) + 1)
+        count = int(fresh.sum())
+        limits.require_blocks(
+            count + copies + int(pinned.sum()), f"appending to {len(rows)} sequences"
+        )
+        if count:
+            table.extend_many(rows[fresh], pool.take(count))
+        for row, column, block in zip(
+            rows[~fresh].tolist(), columns[~fresh].tolist(), tails[~fresh].tolist(), strict=True
+        ):
+            if pool.ref_counts[block] > 1 or block in pool.pins:
+                self._copy_on_write(row, column)
+            elif pool.indexed[block]:
+                pool.withdraw(block, "rewritten")
+        columns = table.lengths[rows] // self._size
+        blocks = table.blocks[rows, columns].astype(np.int64)
+        table.next_slot[rows] = blocks * self._size + table.lengths[rows] % self._size
+
+    def _copy_on_write(self, row: int, column: int) -> None:
+        old = int(self._table.blocks[row, column])
+        new = self._pool.take(1)
+        self.copy(old, int(new[0]))
+        self._table.replace(row, column, int(new[0]))
+        self._pool.release(np.array([old]))
+
+    def copy(self, source: int, destination: int) -> None:
+        """Queues a copy of a block for the next plan. Both ends stay as they are until then."""
+        self._pool.tokens[destination] = self._pool.tokens[source]
+        # A source that is itself still to be copied has its content elsewhere.
+        self.copies[destination] = source = self.copies.get(source, source)
+        self._pool.hold([source, destination])
+        self._pool.copied(source, destination)
+
+    def refresh_next_slot(self, row: int) -> None:
+        """Where the row's next token goes, if there is a slot that it may write."""
+        table, pool = self._table, self._pool
+        column, offset = divmod(int(table.lengths[row]), self._size)
+        table.next_slot[row] = -1
+        if column < table.used[row]:
+            block = int(table.blocks[row, column])
+            if pool.ref_counts[block] == 1 and not pool.indexed[block]:
+                table.next_slot[row] = block * self._size + offset
+
+    # -- what others may find ----------------------------------------------------------------
+
+    def publish(self, row: int) -> None:
+        """The row's computed full blocks enter the prefix index; where a content is there already,
+        the row goes over to that block."""
+        table, pool, origin = self._table, self._pool, self.origin(row)
+        first, last = int(table.published[row]), int(table.computed[row]) // self._size
+        if last <= first or pool.index is None or not origin.publishes:
+            return
+        parent = int(table.blocks[row, first - 1]) if first else ROOT
+        if first and (parent == NULL_BLOCK or not pool.indexed[parent]):
+            origin.publishes = False  # nothing could reach it
+            return
+        blocks = table.blocks[row, first:last].copy()
+        keys = BlockKeys(
+            origin.root,
+            pool.tokens[blocks],
+            first=first,
+            parent_hash=pool.hashes[parent] if first else None,
+            media=origin.media,
+            hash_function=self._hash,
+            hashes=origin.hashes[first:last],
+        )
+        canonical = pool.publish(keys, parent, blocks, origin.namespace)
+        table.published[row] = last
+        other = np.flatnonzero(canonical != blocks)
+        if len(other):
+            pool.touch(canonical[other], hit=False)
+            for i in other.tolist():
+                table.replace(row, first + i, int(canonical[i]))
+            pool.release(blocks[other][::-1])
+        if origin.priority:
+            pool.keep(canonical[pool.indexed[canonical]], origin.priority, origin.expires)
+
+    def drop_behind_window(self, row: int) -> None:
+        """Blocks that no later query sees go back; null blocks take their places."""
+        assert self._window is not None
+        table = self._table
+        seen_from = int(table.computed[row]) - self._window + 1
+        dropped, old = max(0, seen_from) // self._size, int(table.dropped[row])
+        if dropped > old:
+            gone = table.blocks[row, old:dropped][::-1].copy()
+            table.drop_front(row, dropped)
+            self._pool.release(gone)
+
+    # -- forking, moving, shrinking ----------------------------------------------------------
+
+    def fork(self, parent: int, child_id: Hashable) -> None:
+        """A row that shares all the parent's blocks."""
+        table = self._table
+        child = table.open(child_id, self.origin(parent).copy())
+        dropped = int(table.dropped[parent])
+        # Slots that the parent has reserved past its length stay its own.
+        used = max(dropped, -(-int(table.lengths[parent]) // self._size))
+        blocks = table.blocks[parent, :used].copy()
+        table.extend(child, blocks)
+        for column in (table.lengths, table.computed, table.published, table.dropped):
+            column[child] = column[parent]
+        if used > dropped:
+            self._pool.touch(blocks[dropped:], hit=False)
+        table.next_slot[parent] = -1
+
+    def reorder(self, rows: list[int], sources: list[int]) -> None:
+        """Row i becomes what row `sources[i]` was."""
+        table = self._table
+        columns = (table.lengths, table.computed, table.published, table.dropped)
+        old = {
+            row: (
+                self.origin(row),
+                table.blocks[row, : table.used[row]].copy(),
+                [int(column[row]) for column in columns],
+            )
+            for row in rows
+        }
+        moves = [(row, old[source]) for row, source in zip(rows, sources, strict=True)
+                 if row != source]  # fmt: skip
+        released = [old[row][1] for row, _ in moves]
+        for _, (_, blocks, _) in moves:
+            self._pool.touch(blocks[blocks != NULL_BLOCK], hit=False)
+        for row, (origin, blocks, values) in moves:
+            table.shrink(row, 0)
+            table.extend(row, blocks)
+            table.origins[row] = origin.copy()
+            for column, value in zip(columns, values, strict=True):
+                column[row] = value
+            table.lookahead[row] = table.used[row] * self._size - table.lengths[row]
+            table.length_changed(row)
+        for blocks in released:
+            if len(blocks := blocks[blocks != NULL_BLOCK]):
+                self._pool.release(blocks[::-1])
+        table.next_slot[rows] = -1
+
+    def truncate(self, row: int, length: int) -> None:
+        """Takes back the tokens after the first `length`, and reserved slots."""
+        table, pool, origin = self._table, self._pool, self.origin(row)
+        keep = -(-length // self._size)
+        gone = table.blocks[row, keep : table.used[row]][::-1].copy()
+        table.shrink(row, keep)
+        if len(gone):
+            pool.release(gone)
+        table.lengths[row] = length
+        table.computed[row] = min(int(table.computed[row]), length)
+        table.published[row] = min(int(table.published[row]), length // self._size)
+        table.lookahead[row] = 0
+        table.length_changed(row)
+        del origin.hashes[length // self._size :]
+        origin.media = {i: m for i, m in origin.media.items() if i < keep}
+        if length % self._size:
+            block = int(table.blocks[row, keep - 1])
+            if pool.indexed[block] and pool.ref_counts[block] == 1 and block not in pool.pins:
+                pool.withdraw(block, "truncated")  # its end is about to be written anew
+        self.refresh_next_slot(row)
