@@ -8,7 +8,7 @@ process and for every integer type. The hash only finds a block; the content is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -38,6 +38,8 @@ def as_tokens(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
       JaxkvError: not a flat sequence of integers in int32's range.
     """
     tokens = np.asarray(token_ids)
+    if tokens.dtype == _TOKEN and tokens.ndim == 1 and tokens.flags.c_contiguous:
+        return tokens
     if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
         raise JaxkvError(
             f"token_ids must be a flat sequence of integers, got {tokens.dtype} {tokens.shape}"
@@ -85,9 +87,7 @@ def canonical(value: Any) -> bytes:
     return kind + str(len(body)).encode() + b":" + body
 
 
-def digest(data: bytes) -> bytes:
-    """XXH3-128."""
-    return xxhash.xxh3_128_digest(data)
+digest: HashFunction = xxhash.xxh3_128_digest
 
 
 def root_of(namespace: Any, weight_version: Any) -> bytes:
@@ -133,29 +133,24 @@ class BlockKeys:
         self._parent_hash = root if parent_hash is None else parent_hash
         self._hash = hash_function
         self._hashes = [] if hashes is None else hashes
-        self._data = tokens.tobytes()
-        self._stride = tokens.shape[1] * _TOKEN.itemsize
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def key(self, index: int) -> bytes:
         """The block's own content: tokens and media, not what comes before."""
-        at = (index - self.first) * self._stride
-        return self._data[at : at + self._stride] + self.media.get(index, b"")
+        return self.tokens[index - self.first].tobytes() + self.media.get(index, b"")
 
     def hashes(self) -> list[bytes]:
         """Chained hashes of all blocks."""
         hashes = self._hashes
         if len(hashes) < len(self):
-            parent = hashes[-1] if hashes else self._parent_hash
-            data, stride, function = self._data, self._stride, self._hash
-            if not self.media:
-                for at in range(len(hashes) * stride, len(self) * stride, stride):
-                    parent = function(parent + data[at : at + stride])
-                    hashes.append(parent)
-            else:
-                for index in range(self.first + len(hashes), self.first + len(self)):
-                    parent = function(parent + self.key(index))
-                    hashes.append(parent)
+            parent, function = hashes[-1] if hashes else self._parent_hash, self._hash
+            if self.media:
+                keys = [self.key(self.first + i) for i in range(len(hashes), len(self))]
+            else:  # one call for the bytes of all rows
+                row = np.dtype((np.void, self.tokens.shape[1] * _TOKEN.itemsize))
+                rest = np.ascontiguousarray(self.tokens[len(hashes) :])
+                keys = cast(list[bytes], rest.view(row).ravel().tolist())
+            hashes += [parent := function(parent + key) for key in keys]
         return hashes

@@ -36,7 +36,7 @@ class BlockManager(ManagerView):
         tokens that agree, by a copy of the block.
       watermark: share of the pool that `can_allocate` keeps for the running sequences.
       sliding_window: tokens that a query sees, itself included; blocks behind go back. None: all.
-      weight_version: part of every key, so that other weights never hit; see its attribute.
+      weight_version: part of every key, so that other weights never hit; see `set_weight_version`.
       clock: seconds, monotonic.
       debug: `take_plan` verifies the whole bookkeeping each time.
       hash_function: of the block keys, to 16 bytes.
@@ -104,6 +104,7 @@ class BlockManager(ManagerView):
         """
         tokens = as_tokens(token_ids)
         length = len(tokens)
+        self._expire_pins()
         if seq_id in self._table.rows:
             raise JaxkvError(f"sequence {seq_id!r} is live already; free it first")
         if length == 0 or lookahead < 0:
@@ -117,20 +118,23 @@ class BlockManager(ManagerView):
         origin.priority = priority
         origin.expires = None if ttl is None else self._now() + ttl
         keys = self._keys(tokens, origin)
-        hits = [] if skip_prefix_cache else self._pool.match(keys)
-        hits = hits[: (length - 1) // self.block_size]
+        hits = self._pool.match(keys)[: 0 if skip_prefix_cache else (length - 1) // self.block_size]
         source, extra = (
             (0, 0) if skip_prefix_cache else self._best_partial(keys, hits, tokens, length - 1)
         )
         needed = self.blocks_for(length + lookahead) - len(hits)
         idle = self._limits.num_idle(hits)
-        if extra and needed + idle + self._limits.num_idle([source]) > self._limits.available():
+        if (
+            extra
+            and needed + idle + self._limits.num_idle(np.array([source])) > self._limits.available()
+        ):
             source = extra = 0  # the copy's source is in the way: compute instead
         self._limits.require_blocks(needed + idle, f"sequence {seq_id!r} of {length} tokens")
         # Hits first, so that the blocks taken for the rest cannot be among them.
-        found = np.array(hits, np.int32)
-        if hits:
-            self._pool.touch(found, hit=True)
+        if len(hits):
+            self._pool.touch(hits, hit=True)
+            if priority:
+                self._pool.keep(hits, priority, origin.expires, new=False)
         if extra:
             self._pool.hold([source])
         new = self._pool.take(needed)
@@ -139,7 +143,7 @@ class BlockManager(ManagerView):
             self._sequences.copy(source, int(new[0]))
         self._sequences.fill(new, tokens[len(hits) * self.block_size :])
         row = self._table.open(seq_id, origin)
-        self._table.extend(row, np.concatenate([found, new]) if hits else new)
+        self._table.extend(row, np.concatenate([hits, new]) if len(hits) else new)
         self._table.lengths[row] = length
         self._table.computed[row] = cached = len(hits) * self.block_size + extra
         self._table.published[row] = len(hits)
@@ -180,8 +184,7 @@ class BlockManager(ManagerView):
     @operation
     def append(self, seq_id: Hashable, token_id: int) -> None:
         """One more token: reserves its slot. See `append_batch`."""
-        rows = self._table.select([seq_id]).rows
-        self._sequences.append(rows, as_tokens([token_id]), self._limits)
+        self._sequences.append(self._table.select([seq_id]), as_tokens([token_id]), self._limits)
 
     @operation
     def append_batch(self, seq_ids: Sequence[Hashable] | Rows, token_ids: np.ndarray) -> None:
@@ -195,10 +198,10 @@ class BlockManager(ManagerView):
           OutOfBlocksError: fewer blocks than new ones and copies are needed.
           JaxkvError: an id given twice, or a sequence at its longest.
         """
-        rows = self._table.select(seq_ids).rows
-        if len(token_ids) != len(rows):
-            raise JaxkvError(f"{len(rows)} sequences but {len(token_ids)} tokens")
-        self._sequences.append(rows, token_ids, self._limits)
+        selected, token_ids = self._table.select(seq_ids), as_tokens(token_ids)
+        if len(token_ids) != len(selected.rows):
+            raise JaxkvError(f"{len(selected.rows)} sequences but {len(token_ids)} tokens")
+        self._sequences.append(selected, token_ids, self._limits)
 
     @operation
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
@@ -238,10 +241,14 @@ class BlockManager(ManagerView):
         """
         row = self.row(seq_id)
         table, size = self._table, self.block_size
-        if not table.dropped[row] * size <= length <= table.lengths[row]:
+        # The next query must not look for what the window has given back.
+        gone = int(table.dropped[row]) * size
+        least = gone + (self.sliding_window or 1) - 1 if gone else 0
+        if not least <= length <= table.lengths[row]:
             raise JaxkvError(
                 f"sequence {seq_id!r}: cannot truncate to {length}; it has {table.lengths[row]} "
-                f"tokens, the first {table.dropped[row] * size} of them behind the window"
+                f"tokens, and at least {least} must stay, since the first {gone} are gone behind "
+                "the window"
             )
         self._sequences.truncate(row, length)
 
@@ -268,7 +275,7 @@ class BlockManager(ManagerView):
         """
         keys = self._keys(as_tokens(token_ids), self._origin(namespace, ()))
         hits = self._pool.match(keys)
-        self._pins.set(keys, hits, None if ttl is None else self._now() + ttl)
+        self._pins.set(keys, hits.tolist(), None if ttl is None else self._now() + ttl)
         return len(hits) * self.block_size
 
     @operation
@@ -287,7 +294,16 @@ class BlockManager(ManagerView):
         Raises:
           JaxkvError: one is referenced, pinned, being copied, or not cached; nothing was changed.
         """
+        self._expire_pins()
         self._pool.evict(blocks)
+
+    @operation
+    def set_weight_version(self, version: int | str) -> None:
+        """The weights have changed: sequences from now on neither hit nor share what was before.
+
+        What the running ones hold comes from the old weights and stays under their version.
+        """
+        self.weight_version = version
 
     @operation
     def reset_prefix_cache(self, *, force: bool = False) -> bool:

@@ -26,10 +26,14 @@ Emit = Callable[..., None]
 class BlockPool:
     """Reference counts, contents and free blocks.
 
+    Block ids are i64 where they are used as indices: NumPy converts other types at each use, which
+    made its calls three times as slow.
+
     Args:
       num_blocks: the null block included.
       block_size: tokens per block.
-      index: finds blocks by content; None: no block is ever found.
+      index: makes the index that finds blocks by content, from the pool's tokens and parents;
+        None: no block is ever found.
       policy: chooses which cached block goes when the free ones are used up.
       partial: finds the best partly matching block; None: whole blocks only.
       clock: seconds, monotonic.
@@ -41,14 +45,14 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         *,
-        index: PrefixIndex | None,
+        index: Callable[[np.ndarray, np.ndarray], PrefixIndex] | None,
         policy: Retention,
         partial: PartialIndex | None,
         clock: Callable[[], float],
         emit: Emit,
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.index, self.policy, self.partial, self.clock = index, policy, partial, clock
+        self.policy, self.partial, self.clock = policy, partial, clock
         self.listening = False
         self._emit = emit
         self.ref_counts = np.zeros(num_blocks, np.int32)  # table entries that name the block
@@ -56,6 +60,7 @@ class BlockPool:
         self.indexed = np.zeros(num_blocks, bool)  # a lookup would find it
         self.hashes: list[bytes] = [b""] * num_blocks  # of the indexed ones
         self.parents = np.full(num_blocks, ROOT, np.int32)
+        self.index = index(self.tokens, self.parents) if index is not None else None
         self._first_child = np.zeros(num_blocks, np.int32)  # 0: none
         self._next_sibling = np.zeros(num_blocks, np.int32)
         self._previous_sibling = np.zeros(num_blocks, np.int32)
@@ -65,7 +70,7 @@ class BlockPool:
         self.holds: dict[int, int] = {}  # references that no table has: copies under way, pins
         self.pins: dict[int, int] = {}  # those of them that keep the content for later
         # A stack: what was freed last is taken first, and is most likely still in a cache.
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._free = np.arange(num_blocks - 1, -1, -1)
         self._num_free = num_blocks - 1
         self._in_free = np.zeros(num_blocks, bool)
         self._in_free[1:] = True
@@ -89,7 +94,7 @@ class BlockPool:
         return self._num_free + self.num_cached - self.num_held_idle
 
     def free_blocks(self) -> np.ndarray:
-        """i32, the free blocks, next to be taken last."""
+        """i64, the free blocks, next to be taken last."""
         return self._free[: self._num_free]
 
     # -- references --------------------------------------------------------------------------
@@ -111,8 +116,10 @@ class BlockPool:
 
     def touch(self, blocks: np.ndarray, *, hit: bool) -> None:
         """One more reference to each, by a prefix hit or a fork."""
-        idle = blocks[self.ref_counts[blocks] == 0]
-        self.ref_counts[blocks] += 1
+        counts = self.ref_counts[blocks]
+        idle = blocks[counts == 0]
+        counts += 1
+        self.ref_counts[blocks] = counts
         if len(idle):
             self._leave_cache(idle)
         if hit:
@@ -125,9 +132,10 @@ class BlockPool:
 
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each: distinct blocks, in the order in which they should go."""
-        counts = self.ref_counts[blocks] - 1
+        counts = self.ref_counts[blocks]
+        counts -= 1
         self.ref_counts[blocks] = counts
-        if counts.any():
+        if np.count_nonzero(counts):
             blocks = blocks[counts == 0]
             if not len(blocks):
                 return
@@ -143,10 +151,12 @@ class BlockPool:
     def _retire(self, blocks: np.ndarray) -> None:
         """Blocks that nothing references: cached if a lookup finds them, else free."""
         found = self.indexed[blocks]
-        cached, free = (blocks, blocks[:0]) if found.all() else (blocks[found], blocks[~found])
+        if np.count_nonzero(found) == len(blocks):
+            cached, free = blocks, blocks[:0]
+        else:
+            cached, free = blocks[found], blocks[~found]
         if len(cached):
             self.num_cached += len(cached)
-            self.last_access[cached] = self.clock()
             self.policy.idle(cached)
         if len(free):
             # The stack is read from its end, so that the first to go must come last.
@@ -184,7 +194,7 @@ class BlockPool:
                     if self.indexed[block]:
                         self.num_cached -= 1
                         self.num_held_idle -= 1
-                    self._retire(np.array([block], np.int32))
+                    self._retire(np.array([block]))
 
     def pin(self, blocks: Iterable[int]) -> None:
         """Holds cached content for whoever may ask for it."""
@@ -202,9 +212,11 @@ class BlockPool:
 
     # -- contents ----------------------------------------------------------------------------
 
-    def match(self, keys: BlockKeys) -> list[int]:
-        """Blocks that hold the leading blocks of `keys`."""
-        return self.index.match(keys, 0, ROOT) if self.index is not None else []
+    def match(self, keys: BlockKeys) -> np.ndarray:
+        """i64: blocks that hold the leading blocks of `keys`."""
+        if self.index is None:
+            return np.zeros(0, np.int64)
+        return self.index.match(keys, ROOT)
 
     def publish(
         self, keys: BlockKeys, parent: int, blocks: np.ndarray, namespace: Any
@@ -212,16 +224,16 @@ class BlockPool:
         """The KV of full blocks is computed: a lookup finds them from now on.
 
         Returns:
-          i32[len(blocks)]: the block to use for each content. Where a content is there already,
+          i64[len(blocks)]: the block to use for each content. Where a content is there already,
           that is the older block; the caller goes over to it and releases its own.
         """
         index = self.index
         assert index is not None
-        old = index.match(keys, 0, parent)
-        if old:
+        old = index.match(keys, parent)
+        if len(old):
             blocks = blocks.copy()
             blocks[: len(old)] = old
-            parent = old[-1]
+            parent = int(old[-1])
         start = len(old)
         added = index.add(keys, start, parent, blocks[start:].tolist()) if start < len(keys) else 0
         if added:
@@ -263,13 +275,11 @@ class BlockPool:
         """No lookup finds the block any more, nor what follows it, which nothing can reach now."""
         for each in self._subtree(block):
             idle = self.ref_counts[each] == 0
+            if idle:
+                self._leave_cache(np.array([each]))  # first: a policy forgets what is removed
             self._remove(each, reason)
             if idle and each not in self.holds:
-                self._leave_cache(np.array([each]))
-                self._retire(np.array([each], np.int32))
-            elif idle:
-                self.num_cached -= 1
-                self.num_held_idle -= 1
+                self._retire(np.array([each]))
 
     def _subtree(self, block: int) -> list[int]:
         """The block and its descendants, children before parents."""
@@ -292,7 +302,7 @@ class BlockPool:
         assert self.index is not None
         parent, before = int(self.parents[block]), int(self._previous_sibling[block])
         after = int(self._next_sibling[block])
-        self.index.remove(block)
+        self.index.remove(block, self.hashes[block])
         if self.partial is not None:
             self.partial.remove(block)
         if before:
@@ -312,7 +322,7 @@ class BlockPool:
 
     def clear(self) -> int:
         """Nothing is found any more; returns how many blocks were."""
-        blocks = np.flatnonzero(self.indexed).astype(np.int32)
+        blocks = np.flatnonzero(self.indexed)
         if self.index is None or not len(blocks):
             return 0
         idle = blocks[self.ref_counts[blocks] == 0]
@@ -332,9 +342,9 @@ class BlockPool:
         self._retire(loose)
         return len(blocks)
 
-    def keep(self, blocks: np.ndarray, priority: int, expires: float | None) -> None:
-        """Gives cached content a priority against eviction."""
-        self.policy.keep(blocks, priority, expires)
+    def keep(self, blocks: np.ndarray, priority: int, expires: float | None, *, new: bool) -> None:
+        """Gives content a priority against eviction; what is not new keeps the higher one."""
+        self.policy.keep(blocks, priority, expires, new=new)
 
     def copied(self, source: int, destination: int) -> None:
         """A copy was queued: for the log."""

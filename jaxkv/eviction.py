@@ -71,7 +71,7 @@ class Scored:
     def idle(self, blocks: np.ndarray) -> None:
         number = next(self._numbers)
         self._run_of[blocks] = number
-        heapq.heappush(self._runs, (self.score[blocks[0]], number, blocks, 0))
+        heapq.heappush(self._runs, (float(self.score[blocks[0]]), number, blocks, 0))
         self._queued += len(blocks)
         if self._queued > 4 * len(self.score):
             self._compact()
@@ -113,7 +113,7 @@ class Scored:
 
 
 class Lru(Scored):
-    """Least recently used: the time is that of the last release.
+    """Least recently used: runs go in the order in which they came, so that all scores are equal.
 
     Example:
       >>> import numpy as np
@@ -124,19 +124,11 @@ class Lru(Scored):
       (2, 1, 3, -1)
     """
 
-    def __init__(self, num_blocks: int):
-        super().__init__(num_blocks)
-        self._ticks = itertools.count(1)
-
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
         pass
 
     def hit(self, blocks: np.ndarray, now: float) -> None:
         pass
-
-    def idle(self, blocks: np.ndarray) -> None:
-        self.score[blocks] = next(self._ticks)
-        super().idle(blocks)
 
 
 class Fifo(Scored):

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+import numpy as np
+
 from jaxkv.block_pool import BlockPool
 from jaxkv.errors import JaxkvError, OutOfBlocksError
-from jaxkv.pins import Pins
 from jaxkv.sequence_table import SequenceTable
 
 
 class Limits:
     """What a pool and its table can give now, and ever."""
 
-    def __init__(
-        self, pool: BlockPool, table: SequenceTable, pins: Pins, clock: Callable[[], float]
-    ):
-        self._pool, self._table, self._pins, self._clock = pool, table, pins, clock
+    def __init__(self, pool: BlockPool, table: SequenceTable, expire_pins: Callable[[], None]):
+        self._pool, self._table, self._expire_pins = pool, table, expire_pins
 
     def available(self) -> int:
         """Blocks that can be taken: free ones, and cached ones that nothing keeps."""
-        self._pins.expire(self._clock())
+        self._expire_pins()
         return self._pool.num_available
 
-    def num_idle(self, blocks: list[int]) -> int:
+    def num_idle(self, blocks: np.ndarray) -> int:
         """How many of these cached blocks are among the available ones."""
-        counts, holds = self._pool.ref_counts, self._pool.holds
-        return sum(1 for b in blocks if not counts[b] and b not in holds)
+        idle = blocks[self._pool.ref_counts[blocks] == 0]
+        holds = self._pool.holds
+        return len(idle) - sum(b in holds for b in idle.tolist()) if holds else len(idle)
 
     def require_blocks(self, needed: int, what: str) -> None:
         """Raises OutOfBlocksError unless `needed` blocks are available."""

@@ -23,7 +23,7 @@ from jaxkv.errors import ConfigError
 from jaxkv.eviction import make_policy
 from jaxkv.invariants import check_manager
 from jaxkv.limits import Limits
-from jaxkv.operations import Observed
+from jaxkv.operations import Observed, operation
 from jaxkv.partial_index import PartialIndex
 from jaxkv.pins import Pins
 from jaxkv.prefix_index import ROOT, HashIndex
@@ -72,7 +72,7 @@ class ManagerView(Observed):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
         self.sliding_window = sliding_window
-        self.weight_version = weight_version  # of sequences that come from now on
+        self.weight_version = weight_version
         self.debug = debug
         self._options = dict(
             prefix_index=prefix_index, eviction=eviction, watermark=watermark,
@@ -84,16 +84,16 @@ class ManagerView(Observed):
         self._pool = BlockPool(
             num_blocks,
             block_size,
-            index=_INDEXES[prefix_index](num_blocks, block_size) if prefix_index else None,
+            index=_INDEXES[prefix_index] if prefix_index else None,
             policy=self._retention,
             partial=PartialIndex() if prefix_index and copy_on_partial_reuse else None,
             clock=self._now,
             emit=self._emit,
         )
-        self._table = SequenceTable(max_seqs, max_blocks_per_seq)
+        self._table = SequenceTable(max_seqs, max_blocks_per_seq, block_size)
         self._sequences = Sequences(self._pool, self._table, sliding_window, hash_function)
         self._pins = Pins(self._pool)
-        self._limits = Limits(self._pool, self._table, self._pins, self._now)
+        self._limits = Limits(self._pool, self._table, self._expire_pins)
 
     def config_dict(self) -> dict[str, Any]:
         """The constructor's arguments as plain data, without clock and hash function."""
@@ -144,8 +144,9 @@ class ManagerView(Observed):
 
     def locate(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks and offsets of (row, position) pairs, i32[n] each. Positions are not checked."""
-        columns, offsets = np.divmod(positions, self.block_size)
-        return self._table.blocks[rows, columns], offsets
+        columns, offsets = self._table.split(positions)
+        flat = rows * self.max_blocks_per_seq + columns
+        return np.take(self._table.blocks, flat), offsets
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -167,6 +168,7 @@ class ManagerView(Observed):
         media: Iterable[Media] = (), lookahead: int = 0,
     ) -> Admission:  # fmt: skip
         """Whether `allocate` would give these tokens their blocks now, later or never."""
+        self._expire_pins()
         tokens = as_tokens(token_ids)
         hits = self._pool.match(self._keys(tokens, self._origin(namespace, media)))
         hits = hits[: max(0, len(tokens) - 1) // self.block_size]
@@ -192,7 +194,7 @@ class ManagerView(Observed):
 
     def stats(self) -> Stats:
         """Counts of blocks by use."""
-        self._pins.expire(self._now())
+        self._expire_pins()
         pool, table = self._pool, self._table
         rows = list(table.rows.values())
         dropped = int(table.dropped[rows].sum())
@@ -235,8 +237,15 @@ class ManagerView(Observed):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _now(self) -> float:
-        return self.clock()
+    def _expire_pins(self) -> None:
+        """Ends the pins whose time is over. Questions do it too: it counts as an operation."""
+        if self._pins.due(self._now()):
+            self.end_pins()
+
+    @operation
+    def end_pins(self) -> None:
+        """Ends the pins whose time is over; every call does that by itself."""
+        self._pins.expire(self._now())
 
     def _listening_changed(self, listening: bool) -> None:
         self._pool.listening = listening
@@ -266,11 +275,11 @@ class ManagerView(Observed):
         )
 
     def _best_partial(
-        self, keys: BlockKeys, hits: list[int], tokens: np.ndarray, limit: int
+        self, keys: BlockKeys, hits: np.ndarray, tokens: np.ndarray, limit: int
     ) -> tuple[int, int]:
         """A cached block, and how many of the tokens behind the hits it has."""
         start = len(hits) * self.block_size
         if self._pool.partial is None or start >= limit or len(hits) in keys.media:
             return 0, 0
         wanted = tokens[start : min(start + self.block_size, limit)]
-        return self._pool.partial.best(keys.root, hits[-1] if hits else ROOT, wanted)
+        return self._pool.partial.best(keys.root, int(hits[-1]) if len(hits) else ROOT, wanted)

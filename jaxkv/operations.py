@@ -22,6 +22,7 @@ class Observed:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self._time: float | None = None  # of the operation that is being recorded
         self._listeners: list[events.Listener] = []
 
     def subscribe(self, listener: events.Listener) -> None:
@@ -33,6 +34,10 @@ class Observed:
         """Ends a subscription."""
         self._listeners.remove(listener)
         self._listening_changed(bool(self._listeners))
+
+    def _now(self) -> float:
+        """The clock; within a recorded operation it stands still, so that it can be run again."""
+        return self.clock() if self._time is None else self._time
 
     def _listening_changed(self, listening: bool) -> None:
         raise NotImplementedError
@@ -46,7 +51,7 @@ class Observed:
     def _emit(self, kind: str, *, seq: Any = None, blocks: Any = (), **detail: Any) -> None:
         blocks = tuple(int(b) for b in blocks)
         event = events.Event(
-            kind, self.clock(), seq, blocks, self._ref_counts_of(blocks), self._free_count(), detail
+            kind, self._now(), seq, blocks, self._ref_counts_of(blocks), self._free_count(), detail
         )
         for listener in list(self._listeners):
             listener(event)
@@ -63,13 +68,18 @@ def operation[Method: Callable[..., Any]](method: Method) -> Method:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
         detail: dict[str, Any] = {"name": method.__name__, "arguments": _plain(arguments)}
+        outermost, self._time = self._time is None, self._now()
         try:
             result = method(self, *args, **kwargs)
         except JaxkvError as error:
             self._emit(events.OPERATION, **detail, error=f"{type(error).__name__}: {error}")
             raise
-        self._emit(events.OPERATION, **detail, result=_plain(result))
-        return result
+        else:
+            self._emit(events.OPERATION, **detail, result=_plain(result))
+            return result
+        finally:
+            if outermost:
+                self._time = None
 
     return call  # type: ignore[return-value]
 

@@ -35,6 +35,9 @@ class Pins:
         self._pins[name] = list(blocks), expires
         if expires is not None:
             heapq.heappush(self._ends, (expires, name))
+        if len(self._ends) > 2 * len(self._pins) + 64:  # most were renewed or dropped
+            self._ends = [(e, n) for n, (_, e) in self._pins.items() if e is not None]
+            heapq.heapify(self._ends)
 
     def drop(self, keys: BlockKeys) -> None:
         """Ends a pin.
@@ -49,6 +52,10 @@ class Pins:
             )
         blocks, _ = self._pins.pop(name)
         self._pool.unpin(blocks[::-1])
+
+    def due(self, now: float) -> bool:
+        """Whether the time of some pin may be over."""
+        return bool(self._ends) and self._ends[0][0] <= now
 
     def expire(self, now: float) -> None:
         """Ends the pins whose time is over."""

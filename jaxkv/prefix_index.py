@@ -14,16 +14,14 @@ import numpy as np
 from jaxkv.block_keys import BlockKeys
 
 ROOT = -1  # the parent of a sequence's first block
+_NOTHING = np.zeros(0, np.int64)
 
 
 class PrefixIndex(Protocol):
     """Where blocks are found by content."""
 
-    def match(self, keys: BlockKeys, start: int, parent: int) -> list[int]:
-        """The longest run of indexed blocks with the content of `keys` from `start` on.
-
-        `start` counts from the first of `keys`; `parent` is the block before it, or ROOT.
-        """
+    def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
+        """i64: the longest run of indexed blocks with the content of `keys`, behind `parent`."""
         ...
 
     def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
@@ -33,7 +31,7 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def remove(self, block: int) -> None:
+    def remove(self, block: int, block_hash: bytes) -> None:
         """Takes out a block without children."""
         ...
 
@@ -49,39 +47,37 @@ class HashIndex:
 
     Source: the prefix cache of vLLM (block hash with parent hash), with the comparison that it
     leaves to a cryptographic hash.
+
+    Args:
+      tokens: i32[num_blocks, block_size], the pool's: those of an indexed block do not change.
+      parents: i32[num_blocks], the pool's.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, tokens: np.ndarray, parents: np.ndarray):
+        self._tokens, self._parents = tokens, parents
         self._blocks: dict[bytes, int] = {}
-        self._hashes: list[bytes] = [b""] * num_blocks
-        self._tokens = np.zeros((num_blocks, block_size), "<i4")
-        self._parents = np.full(num_blocks, ROOT, np.int32)
         self._roots: dict[int, bytes] = {}  # of the blocks whose parent is ROOT
         self._media: dict[int, bytes] = {}  # of the blocks that hold any
 
-    def match(self, keys: BlockKeys, start: int, parent: int) -> list[int]:
-        found: list[int] = []
-        get = self._blocks.get
-        for key in keys.hashes()[start:] if start else keys.hashes():
-            block = get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found[: self._verified(keys, start, parent, found)] if found else found
-
-    def _verified(self, keys: BlockKeys, start: int, parent: int, found: list[int]) -> int:
-        """How many of `found` hold what they are taken for."""
-        blocks = np.array(found)
-        same = (self._tokens[blocks] == keys.tokens[start : start + len(found)]).all(axis=1)
-        same[0] &= self._parents[blocks[0]] == parent
-        same[1:] &= self._parents[blocks[1:]] == blocks[:-1]
+    def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
+        found: list[int | None] = list(map(self._blocks.get, keys.hashes()))
+        if None in found:
+            del found[found.index(None) :]
+        if not found:
+            return _NOTHING
+        blocks = np.array(found, np.int64)
+        equal = self._tokens[blocks] == keys.tokens[: len(blocks)]
+        all_equal = np.count_nonzero(equal) == equal.size
+        same = np.ones(len(blocks), bool) if all_equal else equal.all(axis=1)
+        before = self._parents[blocks]
+        same[1:] &= before[1:] == blocks[:-1]
+        same[0] &= before[0] == parent
         if parent == ROOT:
-            same[0] &= self._roots.get(found[0]) == keys.root
+            same[0] &= self._roots.get(int(blocks[0])) == keys.root
         if self._media or keys.media:
-            first = keys.first + start
-            for i, block in enumerate(found):
-                same[i] &= self._media.get(block) == keys.media.get(first + i)
-        return len(found) if same.all() else int(same.argmin())
+            for i, block in enumerate(blocks.tolist()):
+                same[i] &= self._media.get(block) == keys.media.get(keys.first + i)
+        return blocks if np.count_nonzero(same) == len(same) else blocks[: same.argmin()]
 
     def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
         hashes = keys.hashes()[start : start + len(blocks)]
@@ -96,12 +92,6 @@ class HashIndex:
             if not blocks:
                 return 0
         self._blocks.update(zip(hashes, blocks, strict=True))
-        for block, key in zip(blocks, hashes, strict=True):
-            self._hashes[block] = key
-        at = np.array(blocks)
-        self._tokens[at] = keys.tokens[start : start + count]
-        self._parents[at[0]] = parent
-        self._parents[at[1:]] = at[:-1]
         if parent == ROOT:
             self._roots[blocks[0]] = keys.root
         for i, block in enumerate(blocks) if keys.media else ():
@@ -109,9 +99,8 @@ class HashIndex:
                 self._media[block] = media
         return count
 
-    def remove(self, block: int) -> None:
-        del self._blocks[self._hashes[block]]
-        self._hashes[block] = b""
+    def remove(self, block: int, block_hash: bytes) -> None:
+        del self._blocks[block_hash]
         self._roots.pop(block, None)
         self._media.pop(block, None)
 

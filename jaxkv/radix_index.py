@@ -6,6 +6,8 @@ a path are the ref counts of its blocks: a sequence references every block of it
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxkv.block_keys import BlockKeys
 from jaxkv.prefix_index import ROOT
 
@@ -19,11 +21,13 @@ class _Node:
       keys: content of each block of the edge.
       blocks: the blocks.
       children: by the first key of their edge.
+      namespace: of a root, the bytes under which it is found.
     """
 
-    __slots__ = ("blocks", "children", "first", "keys", "parent")
+    __slots__ = ("blocks", "children", "first", "keys", "namespace", "parent")
 
     def __init__(self, parent: _Node | None, first: int, keys: list[bytes], blocks: list[int]):
+        self.namespace = b""
         self.parent, self.first, self.keys, self.blocks = parent, first, keys, blocks
         self.children: dict[bytes, _Node] = {}
 
@@ -31,17 +35,18 @@ class _Node:
 class RadixIndex:
     """A tree of token runs; a match compares the content itself, so nothing can collide."""
 
-    def __init__(self, num_blocks: int, block_size: int):
-        del block_size
+    def __init__(self, tokens: np.ndarray, parents: np.ndarray):
+        del parents  # the tree itself knows
+        num_blocks = len(tokens)
         self._roots: dict[bytes, _Node] = {}
         self._node_of: list[_Node | None] = [None] * num_blocks
         self._depth = [0] * num_blocks  # index of the block in its sequence
         self._size = 0
 
-    def match(self, keys: BlockKeys, start: int, parent: int) -> list[int]:
+    def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
         node, at = self._locate(keys.root, parent)
         found: list[int] = []
-        for index in range(start, len(keys)):
+        for index in range(len(keys)):
             key = keys.key(keys.first + index)
             if node is not None and at < len(node.keys):
                 if node.keys[at] != key:
@@ -52,7 +57,7 @@ class RadixIndex:
                     break
             found.append(node.blocks[at])
             at += 1
-        return found
+        return np.array(found, np.int64)
 
     def _locate(self, root: bytes, parent: int) -> tuple[_Node | None, int]:
         """The node of the block before, and the position behind it in the node's edge."""
@@ -66,6 +71,7 @@ class RadixIndex:
         new = [keys.key(first + i) for i in range(len(blocks))]
         if parent == ROOT:
             node, at = self._roots.setdefault(keys.root, _Node(None, 0, [], [])), 0
+            node.namespace = keys.root
         else:
             node, at = self._locate(keys.root, parent)
             assert node is not None, f"block {parent} is not in the tree"
@@ -97,7 +103,7 @@ class RadixIndex:
             self._node_of[block] = front
         return front
 
-    def remove(self, block: int) -> None:
+    def remove(self, block: int, block_hash: bytes) -> None:
         node = self._node_of[block]
         assert node is not None
         assert node.blocks[-1] == block, f"block {block} is not a leaf"
@@ -106,8 +112,10 @@ class RadixIndex:
         self._node_of[block] = None
         self._size -= 1
         if not node.blocks and node.parent is not None:
-            del node.parent.children[key]  # the edge had shrunk to this, its first key
-            # A root stays: one per namespace, small, and nothing is found below it.
+            above = node.parent
+            del above.children[key]  # the edge had shrunk to this, its first key
+            if above.parent is None and not above.children:
+                del self._roots[above.namespace]
 
     def clear(self) -> None:
         self._roots.clear()

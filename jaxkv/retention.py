@@ -26,13 +26,16 @@ class Retention:
         self._idle: dict[int, OrderedDict[int, None]] = {}  # by priority
         self._ends: list[tuple[float, int]] = []  # heap of (time, block)
 
-    def keep(self, blocks: np.ndarray, priority: int, expires: float | None) -> None:
-        """Gives busy blocks a priority; of two, a block keeps the higher."""
+    def keep(self, blocks: np.ndarray, priority: int, expires: float | None, *, new: bool) -> None:
+        """Gives busy blocks a priority; if their content is not new, they keep the higher one."""
         for block in blocks.tolist():
-            if block not in self._kept or self._kept[block][0] <= priority:
+            if new or priority >= self._kept.get(block, (0, None))[0]:
                 self._kept[block] = priority, expires
                 if expires is not None:
                     heapq.heappush(self._ends, (expires, block))
+        if len(self._ends) > 2 * len(self._kept) + 64:  # most are of contents that have gone
+            self._ends = [(e, b) for b, (_, e) in self._kept.items() if e is not None]
+            heapq.heapify(self._ends)
 
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
         self.policy.stored(blocks, hashes, now)

@@ -24,11 +24,13 @@ class Rows:
     Attributes:
       seq_ids: the sequences.
       rows: i32[n].
+      index: the same as an index into the table's columns: a slice where they are neighbours.
       version: the table's when it was checked.
     """
 
     seq_ids: tuple[Hashable, ...]
     rows: np.ndarray
+    index: np.ndarray | slice
     version: int
 
 
@@ -62,18 +64,21 @@ class Origin:
 class SequenceTable:
     """Rows, block tables and lengths of the live sequences."""
 
-    def __init__(self, max_seqs: int, max_blocks_per_seq: int):
+    def __init__(self, max_seqs: int, max_blocks_per_seq: int, block_size: int):
+        self.block_size = block_size
         self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
         self.rows: dict[Hashable, int] = {}
         self.ids: list[Hashable] = [None] * max_seqs
         self.origins: list[Origin | None] = [None] * max_seqs
-        self.blocks = np.zeros((max_seqs, max_blocks_per_seq), np.int32)
-        self.lengths = np.zeros(max_seqs, np.int32)  # tokens known, KV written or not
-        self.computed = np.zeros(max_seqs, np.int32)  # leading tokens whose KV is written
-        self.published = np.zeros(max_seqs, np.int32)  # leading blocks handed to the prefix index
-        self.dropped = np.zeros(max_seqs, np.int32)  # leading blocks behind the window: null
-        self.used = np.zeros(max_seqs, np.int32)  # columns in use, the dropped ones included
-        self.lookahead = np.zeros(max_seqs, np.int32)  # slots reserved past the length
+        self.blocks = np.zeros(
+            (max_seqs, max_blocks_per_seq), np.int64
+        )  # an index type: see the pool
+        self.lengths = np.zeros(max_seqs, np.int64)  # tokens known, KV written or not
+        self.computed = np.zeros(max_seqs, np.int64)  # leading tokens whose KV is written
+        self.published = np.zeros(max_seqs, np.int64)  # leading blocks handed to the prefix index
+        self.dropped = np.zeros(max_seqs, np.int64)  # leading blocks behind the window: null
+        self.used = np.zeros(max_seqs, np.int64)  # columns in use, the dropped ones included
+        self.lookahead = np.zeros(max_seqs, np.int64)  # slots reserved past the length
         # block * block_size + offset of the next token; -1: there is no slot that it may write.
         self.next_slot = np.full(max_seqs, -1, np.int64)
         self.version = 0  # counts the comings and goings of sequences
@@ -106,10 +111,20 @@ class SequenceTable:
             if seq_ids.version == self.version:
                 return seq_ids
             seq_ids = seq_ids.seq_ids
-        rows = np.array([self.row(seq_id) for seq_id in seq_ids], np.int32)
+        rows = np.array([self.row(seq_id) for seq_id in seq_ids], np.int64)
         if len(set(rows.tolist())) != len(rows):
             raise JaxkvError(f"a sequence is named twice in {list(seq_ids)[:20]}; call twice")
-        return Rows(tuple(seq_ids), rows, self.version)
+        index: np.ndarray | slice = rows
+        if len(rows) and (rows == np.arange(rows[0], rows[0] + len(rows))).all():
+            index = slice(int(rows[0]), int(rows[0]) + len(rows))
+        return Rows(tuple(seq_ids), rows, index, self.version)
+
+    def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Columns and offsets of token positions."""
+        size = self.block_size
+        if size & (size - 1) == 0:  # several times as fast as a division
+            return positions >> (size.bit_length() - 1), positions & (size - 1)
+        return np.divmod(positions, size)
 
     def open(self, seq_id: Hashable, origin: Origin) -> int:
         """A row for a new sequence; the caller has checked that one is free."""
@@ -179,7 +194,7 @@ class SequenceTable:
         flat = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         rows, columns = np.divmod(flat, width)
         cells = np.stack([rows, columns, self.blocks[rows, columns]], 1).astype(np.int32)
-        changed = np.array(sorted(self._dirty_rows), np.int32)
+        changed = np.array(sorted(self._dirty_rows), np.int64)
         lengths = np.stack([changed, self.computed[changed]], 1).astype(np.int32)
         self._dirty_cells, self._dirty_ranges, self._dirty_rows = [], [], set()
         return cells, lengths

@@ -15,7 +15,7 @@ from jaxkv.block_keys import BlockKeys, HashFunction
 from jaxkv.block_pool import BlockPool
 from jaxkv.limits import Limits
 from jaxkv.prefix_index import ROOT
-from jaxkv.sequence_table import NULL_BLOCK, Origin, SequenceTable
+from jaxkv.sequence_table import NULL_BLOCK, Origin, Rows, SequenceTable
 
 
 class Sequences:
@@ -46,22 +46,25 @@ class Sequences:
         if rest:
             self._pool.tokens[blocks[whole], :rest] = tokens[whole * self._size :]
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray, limits: Limits) -> None:
+    def append(self, selected: Rows, tokens: np.ndarray, limits: Limits) -> None:
         """One more token for each row: a few array operations, but where a block begins."""
-        table = self._table
-        slots = table.next_slot[rows]
+        table, at = self._table, selected.index
+        slots = table.next_slot[at]  # a view where the rows are neighbours
         if len(slots) and slots.min() < 0:
-            self._make_room(rows[slots < 0], limits)
-            slots = table.next_slot[rows]
+            self._make_room(selected.rows[slots < 0], limits)
+            slots = table.next_slot[at]
         self._slots[slots] = tokens
         slots += 1
-        slots[slots % self._size == 0] = -1
-        table.next_slot[rows] = slots
-        table.lengths[rows] += 1
+        _, offsets = table.split(slots)
+        np.putmask(slots, offsets == 0, -1)
+        if slots.base is None:
+            table.next_slot[at] = slots
+        table.lengths[at] += 1
 
     def _make_room(self, rows: np.ndarray, limits: Limits) -> None:
         """A slot that only the row itself writes, for the next token of each."""
         table, pool = self._table, self._pool
+        limits.available()  # pins that are over keep nothing from being written
         columns = table.lengths[rows] // self._size
         fresh = columns >= table.used[rows]
         tails = table.blocks[rows, np.minimum(columns, table.max_blocks_per_seq - 1)]
@@ -149,7 +152,9 @@ class Sequences:
                 table.replace(row, first + i, int(canonical[i]))
             pool.release(blocks[other][::-1])
         if origin.priority:
-            pool.keep(canonical[pool.indexed[canonical]], origin.priority, origin.expires)
+            found, own = canonical[other], blocks[(canonical == blocks) & pool.indexed[blocks]]
+            pool.keep(found, origin.priority, origin.expires, new=False)
+            pool.keep(own, origin.priority, origin.expires, new=True)
 
     def drop_behind_window(self, row: int) -> None:
         """Blocks that no later query sees go back; null blocks take their places."""

@@ -46,7 +46,8 @@ class Service:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The pool over time: a sample for each decode step with a live sequence, or each request.
+    """The pool over time: a sample for each decode step with a live sequence, and one of zeros
+    where the last of them leaves; or for each request, if requests take no time.
 
     Attributes:
       seconds: f64[S] since the first request.
@@ -187,7 +188,7 @@ class Replay:
                     ready[request] = step + max(1, int(np.ceil(seconds / step_s)))
                     seqs.append(request)
             full &= not self.grow(seqs, waiting, ready, step, final)
-            if seqs:
+            if seqs or (self.samples and self.samples[-1][-1]):  # falling idle, once
                 self.sample(seqs)
             step += 1
 
@@ -243,7 +244,7 @@ class Replay:
 
     def sample(self, seqs: list[int]) -> None:
         """Writes down how the pool stands."""
-        lengths, stats = self.length[seqs], self.manager.stats()
+        lengths, stats = self.length[np.array(seqs, np.int64)], self.manager.stats()
         unfilled = int((-lengths % self.block_size).sum())
         self.samples.append(
             (self.now, stats.active, stats.cached, int(lengths.sum()), unfilled, len(seqs))

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from models.gguf_loader import GGUFFile, load_gguf
+from models.config import LlamaConfig
+from models.gguf_loader import GGUFFile, load_gguf, read_gguf_config
 from models.hf_loader import load_hf
+from models.hf_loader import read_config as read_folder_config
 from models.llama import Llama
 from models.orbax_checkpoint import PARAMS, load_orbax
 from models.tokenizer import Tokenizer
@@ -57,6 +59,23 @@ def load(path: str | Path, *, dtype: Any = jnp.float32, progress: bool = False) 
     if (path / PARAMS).is_dir():
         return Checkpoint(load_orbax(path, dtype=dtype), tokenizer, path)
     return Checkpoint(load_hf(path, dtype=dtype, progress=progress), tokenizer, path)
+
+
+def read_config(path: str | Path) -> LlamaConfig:
+    """The config of what `load` would load, without its weights and tokenizer.
+
+    A folder needs no more than its `config.json`.
+
+    Raises:
+      CheckpointError: nothing there, or something damaged.
+      ConfigError: a model that cannot be honoured, by field.
+    """
+    path = Path(path)
+    if path.is_file():
+        return read_gguf_config(GGUFFile(path))
+    if not path.is_dir():
+        raise CheckpointError(f"no such file or folder: {path}")
+    return read_folder_config(path)
 
 
 def default_model() -> Path:

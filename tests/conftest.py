@@ -14,7 +14,7 @@ from flax import nnx
 
 from models import Checkpoint, Llama, LlamaConfig, default_model, load
 
-for folder in ("data", "pallas_kernels"):  # helpers that several test files share
+for folder in ("data", "jaxkv", "pallas_kernels"):  # helpers that several test files share
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 collect_ignore_glob = ["data/make_*.py"]  # run in environments of their own

@@ -84,7 +84,8 @@ class Machine(RuleBasedStateMachine):
     def truncate(self, data):
         seq = self.some(data)
         row = self.o.m.row(seq)
-        least = int(self.o.m._table.dropped[row]) * self.o.size
+        gone = int(self.o.m._table.dropped[row]) * self.o.size
+        least = gone + self.o.m.sliding_window - 1 if gone else 0
         self.o.truncate(seq, data.draw(st.integers(least, self.o.m.length(seq))))
 
     @precondition(lambda self: self.o.tokens)

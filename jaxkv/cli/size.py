@@ -1,0 +1,243 @@
+"""`jaxkv size`: what a cache of a model takes, paged and contiguous, and which block size fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxkv.config import DTYPES, CacheConfig, ModelShape
+from jaxkv.errors import ConfigError
+from jaxkv.sizing import BlockSizeSuggestion, CacheSize, Shape, cache_size, suggest_block_size
+from jaxkv.traces import PACKAGED, load_trace
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNITS = {"": 1} | {unit.lower(): 1024**i for i, unit in enumerate(_BINARY)}
+_UNITS |= {unit: 1000**i for i, unit in enumerate(("kb", "mb", "gb", "tb"), 1)}
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the command line."""
+    p = commands.add_parser(
+        "size",
+        help="how much memory a cache takes, and which block size fits",
+        description="How much memory the KV cache of a model takes, and how many sequences a "
+        "budget holds, paged and contiguous; from lengths of sequences, which block size costs "
+        "least. Reads no weights.",
+    )
+    p.add_argument(
+        "model", nargs="?", type=Path, metavar="MODEL",
+        help="GGUF file, or Hugging Face or Orbax folder (config.json is enough); or give the "
+        "three sizes",
+    )  # fmt: skip
+    p.add_argument("--layers", type=int, metavar="N", help="transformer layers")
+    p.add_argument("--kv-heads", type=int, metavar="N", help="key/value heads of a layer")
+    p.add_argument("--head-dim", type=int, metavar="N", help="elements of one head")
+    p.add_argument(
+        "--memory", required=True, metavar="SIZE", help="budget of the cache, such as 16GiB"
+    )
+    p.add_argument(
+        "--max-len", type=int, default=4096, metavar="N",
+        help="longest sequence in tokens; what a contiguous cache reserves (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--block-size", type=int, default=CacheConfig.block_size, metavar="N",
+        help="tokens per block (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--length", type=int, metavar="N",
+        help="tokens of a sequence to count (default: mean of the lengths, else --max-len)",
+    )  # fmt: skip
+    lengths = p.add_mutually_exclusive_group()
+    lengths.add_argument(
+        "--lengths-file", type=Path, metavar="FILE",
+        help="suggest a block size for these final lengths in tokens, one per line",
+    )  # fmt: skip
+    lengths.add_argument(
+        "--trace", metavar="TRACE",
+        help="the same for prompt and output of a request trace: a file, or "
+        + ", ".join(PACKAGED),
+    )  # fmt: skip
+    p.add_argument(
+        "--dtype", choices=list(DTYPES), default=CacheConfig.dtype,
+        help="of the cache that a block size is suggested for (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    model = _shape(args)
+    memory = _parse_bytes(args.memory)
+    lengths = _lengths(args)
+    length = args.length
+    if length is None:
+        length = args.max_len if lengths is None else int(np.ceil(lengths.mean()))
+    sizes = {
+        dtype: cache_size(
+            model, memory_bytes=memory, max_len=args.max_len, length=length,
+            block_size=args.block_size, dtype=dtype,
+        )
+        for dtype in DTYPES
+    }  # fmt: skip
+    suggestion = None
+    if lengths is not None:
+        suggestion = suggest_block_size(
+            lengths,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=args.dtype,
+            max_len=args.max_len,
+            concurrency=sizes[args.dtype].config.max_seqs,
+        )
+    if args.json:
+        report = {
+            "model": None if args.model is None else str(args.model),
+            "num_layers": model.num_layers,
+            "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "memory_bytes": memory,
+            "max_len": args.max_len,
+            "length": length,
+            "block_size": args.block_size,
+            "dtypes": {dtype: size.to_dict() for dtype, size in sizes.items()},
+            "suggestion": None if suggestion is None else suggestion.to_dict(),
+        }
+        print(json.dumps(report))
+        return 0
+    console = Console()
+    console.print(_pool_table(model, sizes))
+    console.print(_sequences_table(sizes))
+    if suggestion is not None:
+        console.print(_suggestion_table(suggestion))
+    return 0
+
+
+def _shape(args: argparse.Namespace) -> ModelShape:
+    given = {"--layers": args.layers, "--kv-heads": args.kv_heads, "--head-dim": args.head_dim}
+    missing = [flag for flag, value in given.items() if value is None]
+    if args.model is None:
+        if missing:
+            raise ConfigError(f"no model; give MODEL, or {', '.join(missing)} too")
+        return Shape(args.layers, args.kv_heads, args.head_dim)
+    if len(missing) < len(given):
+        raise ConfigError(f"give MODEL or {', '.join(given)}, not both")
+    from models.load import read_config  # only the command line looks outward
+
+    try:
+        return read_config(args.model)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; to size it all the same, give {', '.join(given)}") from None
+
+
+def _lengths(args: argparse.Namespace) -> np.ndarray | None:
+    """i64[N] final lengths in tokens, if any were asked for."""
+    if args.trace is not None:
+        trace = load_trace(args.trace)
+        return trace.input_tokens + trace.output_tokens
+    if args.lengths_file is None:
+        return None
+    path, lengths = args.lengths_file, []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        if line.strip():
+            if not re.fullmatch(r"\s*0*[1-9][0-9]{0,17}\s*", line):
+                what = f"{line.strip()[:40]!r} is not a whole number of tokens, 1 or more"
+                raise ConfigError(f"{path}, line {number}: {what}")
+            lengths.append(int(line))
+    if not lengths:
+        raise ConfigError(f"{path} holds no lengths; write one per line, in tokens")
+    return np.array(lengths, np.int64)
+
+
+def _parse_bytes(text: str) -> int:
+    """Bytes of a size such as "16GiB", "1.5 GB" or "4096"."""
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(
+            f"--memory {text!r} is not a size; write bytes, or a number of KiB to TiB or KB to TB"
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2].lower()])
+
+
+def _bytes(count: float) -> str:
+    for unit in _BINARY[:-1]:
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} {_BINARY[-1]}"
+
+
+def _pool_table(model: ModelShape, sizes: dict[str, CacheSize]) -> Table:
+    first = next(iter(sizes.values()))
+    table = _columns(
+        ("dtype", "a token", "a block", "blocks", "pool", "block tables"),
+        title=f"{model.num_layers} layers, {model.num_kv_heads} KV heads of {model.head_dim}; "
+        f"{_bytes(first.memory_bytes)} in blocks of {first.config.block_size} tokens",
+        caption="One of the blocks is the null block; block tables come beside the budget.",
+    )
+    for dtype, size in sizes.items():
+        config = size.config
+        table.add_row(
+            dtype,
+            _bytes(config.bytes_per_token),
+            _bytes(config.block_bytes),
+            str(config.num_blocks),
+            _bytes(config.pool_bytes),
+            _bytes(size.table_bytes),
+        )
+    return table
+
+
+def _sequences_table(sizes: dict[str, CacheSize]) -> Table:
+    first = next(iter(sizes.values()))
+    table = _columns(
+        ("dtype", "paged, each", "at once", "contiguous, each", "at once"),
+        title=f"Sequences of {first.length} tokens, of at most {first.max_len}",
+        caption=f"A contiguous cache reserves {first.max_len} tokens for each.",
+    )
+    for dtype, size in sizes.items():
+        table.add_row(
+            dtype,
+            _bytes(size.paged_bytes),
+            str(size.paged_concurrency),
+            _bytes(size.contiguous_bytes),
+            str(size.contiguous_concurrency),
+        )
+    return table
+
+
+def _suggestion_table(suggestion: BlockSizeSuggestion) -> Table:
+    table = _columns(
+        ("block size", "empty slots", "waste", "table", "one copy", "copy cost", "total"),
+        title=f"Blocks of {suggestion.block_size} tokens cost least ({suggestion.dtype})",
+        caption=f"Bytes per sequence, mean length {suggestion.mean_length:.0f}; a copy is charged "
+        f"{suggestion.copy_cost} bytes. The older rule sqrt(mean length x concurrency) / 6 says "
+        f"{suggestion.rule_of_thumb:.0f} at {suggestion.concurrency} sequences.",
+    )
+    for cost in suggestion.costs:
+        table.add_row(
+            str(cost.block_size),
+            f"{cost.empty_slots:.1f}",
+            _bytes(cost.waste_bytes),
+            _bytes(cost.table_bytes),
+            _bytes(cost.copy_bytes),
+            _bytes(cost.kernel_bytes),
+            _bytes(cost.total_bytes),
+            style="bold green" if cost.block_size == suggestion.block_size else None,
+        )
+    return table
+
+
+def _columns(names: tuple[str, ...], *, title: str, caption: str) -> Table:
+    table = Table(title=title, caption=caption)
+    for name in names:
+        table.add_column(name, justify="left" if name == "dtype" else "right")
+    return table

@@ -1,0 +1,46 @@
+"""`jaxkv snapshot diff`: what happened to the blocks between two moments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxkv.snapshot import Snapshot, diff
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the command line."""
+    p = commands.add_parser(
+        "snapshot",
+        help="compare snapshots of the blocks",
+        description="Works on snapshots that jaxkv.snapshot wrote as CSV.",
+    )
+    actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
+    p = actions.add_parser(
+        "diff",
+        help="blocks that leaked, appeared, vanished, moved or changed their reference count",
+        description="Names the blocks that leaked, appeared, vanished, moved or changed their "
+        "reference count. Exit status 1 if a block leaked.",
+    )
+    p.add_argument("before", type=Path, metavar="A.csv", help="the earlier snapshot")
+    p.add_argument("after", type=Path, metavar="B.csv", help="the later one")
+    p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    result = diff(Snapshot.read_csv(args.before), Snapshot.read_csv(args.after))
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    elif not (table := result.table()).row_count:
+        print("no differences")
+    else:
+        counts = {name: len(entries) for name, entries in result.as_dict().items()}
+        console = Console()
+        console.print(table)
+        console.print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items() if n))
+    return 1 if result.leaked else 0
