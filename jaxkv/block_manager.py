@@ -133,7 +133,7 @@ class BlockManager(ManagerView):
         # Hits first, so that the blocks taken for the rest cannot be among them.
         if len(hits):
             self._pool.touch(hits, hit=True)
-            if priority:
+            if priority or self._retention.keeps:
                 self._pool.keep(hits, priority, origin.expires, new=False)
         if extra:
             self._pool.hold([source])

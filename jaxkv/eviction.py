@@ -71,7 +71,7 @@ class Scored:
     def idle(self, blocks: np.ndarray) -> None:
         number = next(self._numbers)
         self._run_of[blocks] = number
-        heapq.heappush(self._runs, (float(self.score[blocks[0]]), number, blocks, 0))
+        heapq.heappush(self._runs, (self.score.item(blocks.item(0)), number, blocks, 0))
         self._queued += len(blocks)
         if self._queued > 4 * len(self.score):
             self._compact()

@@ -57,8 +57,8 @@ def _check_rows(pool: BlockPool, table: SequenceTable) -> None:
                 f"sequence {seq_id!r}: {table.published[row]} blocks of {size} published, "
                 f"{computed} tokens computed of {length}"
             )
-        slot = int(table.next_slot[row])
-        if slot >= 0:
+        slot, end = int(table.next_slot[row]), int(table.slot_end[row])
+        if slot < end:
             block, column = blocks[min(length // size, len(blocks) - 1)], length // size
             if column >= used or slot != block * size + length % size:
                 raise InvariantError(f"sequence {seq_id!r}: next slot {slot} at length {length}")

@@ -199,11 +199,11 @@ class ManagerView(Observed):
         rows = list(table.rows.values())
         dropped = int(table.dropped[rows].sum())
         return Stats(
-            active=self.num_blocks - 1 - pool.num_free - pool.num_cached,
-            cached=pool.num_cached,
-            free=pool.num_free,
+            active=int(self.num_blocks - 1 - pool.num_free - pool.num_cached),
+            cached=int(pool.num_cached),
+            free=int(pool.num_free),
             pinned=self._pins.num_blocks,
-            peak_active=pool.peak_active,
+            peak_active=int(pool.peak_active),
             used_slots=int(table.lengths[rows].sum()) - dropped * self.block_size,
             allocated_slots=(int(table.used[rows].sum()) - dropped) * self.block_size,
             num_seqs=len(rows),

@@ -67,10 +67,18 @@ class HashIndex:
             return _NOTHING
         blocks = np.array(found, np.int64)
         equal = self._tokens[blocks] == keys.tokens[: len(blocks)]
-        all_equal = np.count_nonzero(equal) == equal.size
-        same = np.ones(len(blocks), bool) if all_equal else equal.all(axis=1)
         before = self._parents[blocks]
-        same[1:] &= before[1:] == blocks[:-1]
+        follows = before[1:] == blocks[:-1]
+        if (
+            np.count_nonzero(equal) == equal.size
+            and np.count_nonzero(follows) == len(follows)
+            and before[0] == parent
+            and (parent != ROOT or self._roots.get(int(blocks[0])) == keys.root)
+            and not (self._media or keys.media)
+        ):
+            return blocks
+        same = equal.all(axis=1)
+        same[1:] &= follows
         same[0] &= before[0] == parent
         if parent == ROOT:
             same[0] &= self._roots.get(int(blocks[0])) == keys.root

@@ -26,10 +26,21 @@ class Retention:
         self._idle: dict[int, OrderedDict[int, None]] = {}  # by priority
         self._ends: list[tuple[float, int]] = []  # heap of (time, block)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether any block has a priority."""
+        return bool(self._kept)
+
     def keep(self, blocks: np.ndarray, priority: int, expires: float | None, *, new: bool) -> None:
         """Gives busy blocks a priority; if their content is not new, they keep the higher one."""
+        if not priority and not self._kept:
+            return
+        self._expire()
         for block in blocks.tolist():
             if new or priority >= self._kept.get(block, (0, None))[0]:
+                self._kept.pop(block, None)
+                if not priority:
+                    continue  # what has none is the policy's
                 self._kept[block] = priority, expires
                 if expires is not None:
                     heapq.heappush(self._ends, (expires, block))

@@ -73,14 +73,18 @@ class SequenceTable:
         self.blocks = np.zeros(
             (max_seqs, max_blocks_per_seq), np.int64
         )  # an index type: see the pool
-        self.lengths = np.zeros(max_seqs, np.int64)  # tokens known, KV written or not
-        self.computed = np.zeros(max_seqs, np.int64)  # leading tokens whose KV is written
-        self.published = np.zeros(max_seqs, np.int64)  # leading blocks handed to the prefix index
-        self.dropped = np.zeros(max_seqs, np.int64)  # leading blocks behind the window: null
-        self.used = np.zeros(max_seqs, np.int64)  # columns in use, the dropped ones included
-        self.lookahead = np.zeros(max_seqs, np.int64)  # slots reserved past the length
-        # block * block_size + offset of the next token; -1: there is no slot that it may write.
-        self.next_slot = np.full(max_seqs, -1, np.int64)
+        # One array, so that a row is cleared by one assignment; each name is a view of it.
+        self._columns = np.zeros((8, max_seqs), np.int64)
+        (
+            self.lengths,  # tokens known, KV written or not
+            self.computed,  # leading tokens whose KV is written
+            self.published,  # leading blocks handed to the prefix index
+            self.dropped,  # leading blocks behind the window: null
+            self.used,  # columns in use, the dropped ones included
+            self.lookahead,  # slots reserved past the length
+            self.next_slot,  # block * block_size + offset of the next token,
+            self.slot_end,  # if less than this; else there is no slot that it may write
+        ) = self._columns
         self.version = 0  # counts the comings and goings of sequences
         self._free_rows = list(range(max_seqs - 1, -1, -1))
         self._dirty_cells: list[np.ndarray] = []  # flat indices
@@ -139,9 +143,7 @@ class SequenceTable:
         del self.rows[self.ids[row]]
         self.shrink(row, 0)
         self.ids[row] = self.origins[row] = None
-        self.lengths[row] = self.computed[row] = self.published[row] = 0
-        self.dropped[row] = self.lookahead[row] = 0
-        self.next_slot[row] = -1
+        self._columns[:, row] = 0
         self.version += 1
         self._dirty_rows.add(row)
         self._free_rows.append(row)

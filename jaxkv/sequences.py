@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from jaxkv.block_keys import BlockKeys, HashFunction
+from jaxkv.block_keys import BlockKeys, HashFunction, canonical
 from jaxkv.block_pool import BlockPool
 from jaxkv.limits import Limits
 from jaxkv.prefix_index import ROOT
@@ -50,13 +50,12 @@ class Sequences:
         """One more token for each row: a few array operations, but where a block begins."""
         table, at = self._table, selected.index
         slots = table.next_slot[at]  # a view where the rows are neighbours
-        if len(slots) and slots.min() < 0:
-            self._make_room(selected.rows[slots < 0], limits)
+        full = slots >= table.slot_end[at]
+        if np.count_nonzero(full):
+            self._make_room(selected.rows[full], limits)
             slots = table.next_slot[at]
         self._slots[slots] = tokens
         slots += 1
-        _, offsets = table.split(slots)
-        np.putmask(slots, offsets == 0, -1)
         if slots.base is None:
             table.next_slot[at] = slots
         table.lengths[at] += 1
@@ -65,35 +64,38 @@ class Sequences:
         """A slot that only the row itself writes, for the next token of each."""
         table, pool = self._table, self._pool
         limits.available()  # pins that are over keep nothing from being written
-        columns = table.lengths[rows] // self._size
-        fresh = columns >= table.used[rows]
-        tails = table.blocks[rows, np.minimum(columns, table.max_blocks_per_seq - 1)]
-        shared = ~fresh & (pool.ref_counts[tails] > 1)
-        # The last to write a shared block may keep it.
-        writers = Counter(tails[shared].tolist())
-        copies = sum(
-            n if b in pool.pins else min(n, int(pool.ref_counts[b]) - 1) for b, n in writers.items()
-        )
-        pinned = ~fresh & ~shared & [block in pool.pins for block in tails.tolist()]
+        lengths = table.lengths[rows]
+        columns, offsets = table.split(lengths)
         if columns.max() >= table.max_blocks_per_seq:
             row = int(rows[columns.argmax()])
             limits.require_columns(table.ids[row], int(table.lengths[row]) + 1)
-        count = int(fresh.sum())
+        fresh = columns >= table.used[rows]
+        count = int(np.count_nonzero(fresh))
+        begun = list(zip(rows[~fresh].tolist(), columns[~fresh].tolist(), strict=True))
         limits.require_blocks(
-            count + copies + int(pinned.sum()), f"appending to {len(rows)} sequences"
+            count + self._copies_for(begun), f"appending to {len(rows)} sequences"
         )
         if count:
             table.extend_many(rows[fresh], pool.take(count))
-        for row, column, block in zip(
-            rows[~fresh].tolist(), columns[~fresh].tolist(), tails[~fresh].tolist(), strict=True
-        ):
+        for row, column in begun:
+            block = int(table.blocks[row, column])
             if pool.ref_counts[block] > 1 or block in pool.pins:
                 self._copy_on_write(row, column)
             elif pool.indexed[block]:
                 pool.withdraw(block, "rewritten")
-        columns = table.lengths[rows] // self._size
-        blocks = table.blocks[rows, columns].astype(np.int64)
-        table.next_slot[rows] = blocks * self._size + table.lengths[rows] % self._size
+        first = table.blocks[rows, columns] * self._size
+        table.next_slot[rows] = first + offsets
+        table.slot_end[rows] = first + self._size
+
+    def _copies_for(self, cells: list[tuple[int, int]]) -> int:
+        """Blocks that writing into these (row, column) cells takes."""
+        pool = self._pool
+        writers = Counter(int(self._table.blocks[cell]) for cell in cells)
+        # The last to write a shared block may keep it, but not if it is pinned.
+        return sum(
+            n if block in pool.pins else min(n, int(pool.ref_counts[block]) - 1)
+            for block, n in writers.items()
+        )
 
     def _copy_on_write(self, row: int, column: int) -> None:
         old = int(self._table.blocks[row, column])
@@ -114,11 +116,12 @@ class Sequences:
         """Where the row's next token goes, if there is a slot that it may write."""
         table, pool = self._table, self._pool
         column, offset = divmod(int(table.lengths[row]), self._size)
-        table.next_slot[row] = -1
+        table.slot_end[row] = 0
         if column < table.used[row]:
             block = int(table.blocks[row, column])
             if pool.ref_counts[block] == 1 and not pool.indexed[block]:
                 table.next_slot[row] = block * self._size + offset
+                table.slot_end[row] = (block + 1) * self._size
 
     # -- what others may find ----------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class Sequences:
             for i in other.tolist():
                 table.replace(row, first + i, int(canonical[i]))
             pool.release(blocks[other][::-1])
-        if origin.priority:
+        if origin.priority or pool.policy.keeps:
             found, own = canonical[other], blocks[(canonical == blocks) & pool.indexed[blocks]]
             pool.keep(found, origin.priority, origin.expires, new=False)
             pool.keep(own, origin.priority, origin.expires, new=True)
@@ -173,16 +176,19 @@ class Sequences:
         """A row that shares all the parent's blocks."""
         table = self._table
         child = table.open(child_id, self.origin(parent).copy())
-        dropped = int(table.dropped[parent])
-        # Slots that the parent has reserved past its length stay its own.
-        used = max(dropped, -(-int(table.lengths[parent]) // self._size))
+        dropped, used = int(table.dropped[parent]), self._written_columns(parent)
         blocks = table.blocks[parent, :used].copy()
         table.extend(child, blocks)
         for column in (table.lengths, table.computed, table.published, table.dropped):
             column[child] = column[parent]
         if used > dropped:
             self._pool.touch(blocks[dropped:], hit=False)
-        table.next_slot[parent] = -1
+        table.slot_end[parent] = 0
+
+    def _written_columns(self, row: int) -> int:
+        """Columns that hold tokens; slots reserved past the length stay the row's own."""
+        table = self._table
+        return max(int(table.dropped[row]), -(-int(table.lengths[row]) // self._size))
 
     def reorder(self, rows: list[int], sources: list[int]) -> None:
         """Row i becomes what row `sources[i]` was."""
@@ -191,14 +197,14 @@ class Sequences:
         old = {
             row: (
                 self.origin(row),
-                table.blocks[row, : table.used[row]].copy(),
+                table.blocks[row, : self._written_columns(row)].copy(),
                 [int(column[row]) for column in columns],
             )
             for row in rows
         }
         moves = [(row, old[source]) for row, source in zip(rows, sources, strict=True)
                  if row != source]  # fmt: skip
-        released = [old[row][1] for row, _ in moves]
+        released = [table.blocks[row, : table.used[row]].copy() for row, _ in moves]
         for _, (_, blocks, _) in moves:
             self._pool.touch(blocks[blocks != NULL_BLOCK], hit=False)
         for row, (origin, blocks, values) in moves:
@@ -207,12 +213,12 @@ class Sequences:
             table.origins[row] = origin.copy()
             for column, value in zip(columns, values, strict=True):
                 column[row] = value
-            table.lookahead[row] = table.used[row] * self._size - table.lengths[row]
+            table.lookahead[row] = 0
             table.length_changed(row)
         for blocks in released:
             if len(blocks := blocks[blocks != NULL_BLOCK]):
                 self._pool.release(blocks[::-1])
-        table.next_slot[rows] = -1
+        table.slot_end[rows] = 0
 
     def truncate(self, row: int, length: int) -> None:
         """Takes back the tokens after the first `length`, and reserved slots."""
@@ -228,7 +234,10 @@ class Sequences:
         table.lookahead[row] = 0
         table.length_changed(row)
         del origin.hashes[length // self._size :]
-        origin.media = {i: m for i, m in origin.media.items() if i < keep}
+        media = {i: m for i, m in origin.media.items() if i < keep}
+        if length % self._size and keep - 1 in media:  # its placeholders may end here
+            media[keep - 1] = canonical(("cut", media[keep - 1], length))
+        origin.media = media
         if length % self._size:
             block = int(table.blocks[row, keep - 1])
             if pool.indexed[block] and pool.ref_counts[block] == 1 and block not in pool.pins:

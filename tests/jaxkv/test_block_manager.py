@@ -143,7 +143,7 @@ def test_check_finds_damage(damage):
     elif damage == "length":
         table.lengths[row] = 9
     elif damage == "slot":
-        table.next_slot[row] += 1
+        table.next_slot[row] -= 1
     elif damage == "hold":
         pool.holds[block] = 1
     elif damage == "cached":

@@ -71,6 +71,23 @@ def test_a_hit_on_an_idle_block_counts_as_one_that_is_needed(index):
     assert cached(o, put(o, run(1, 12))) == 12
 
 
+@both
+def test_a_hit_on_an_idle_block_counts_beside_a_pinned_one(index):
+    o = make(5, index)
+    cache(o, run(1, 8))
+    o.m.pin(run(1, 4))
+    put(o, run(50, 53))
+    admission = o.m.can_allocate(run(1, 16))  # one hit is pinned, the other is not
+    assert (admission.needed, admission.available, admission.num_cached_tokens) == (3, 3, 8)
+    assert cached(o, o.allocate(run(1, 16))) == 8
+    o.finish()
+    o.m.pin(run(1, 4))
+    cache(o, run(1, 8))
+    o.m.pin(run(1, 4))
+    put(o, run(50, 57))
+    refuse(o, lambda: o.m.allocate("c", run(1, 16)))
+
+
 # -- releases --------------------------------------------------------------------------------
 
 
@@ -629,6 +646,23 @@ def test_a_forced_reset_leaves_running_sequences_alone_and_never_finds_them(inde
     for prompt in (run(1, 8), run(60, 71), [*run(60, 65), 76, 77]):
         assert o.m.lookup(prompt) == 0
     assert counts(o) == (0, 0, 8)
+
+
+@both
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
+def test_nothing_that_was_begun_before_a_forced_reset_is_ever_found(index, length):
+    """Even a block that fills up later has slots from before."""
+    o = make(8, index)
+    r = put(o, run(1, length))
+    assert o.m.reset_prefix_cache(force=True)
+    grow(o, r, *run(length + 1, 12))
+    o.truncate(r, length)
+    grow(o, r, *run(length + 1, 13))
+    assert o.m.lookup(run(1, 12)) == 0
+    o.free(r)
+    assert o.m.lookup(run(1, 12)) == 0
+    cache(o, run(1, 12))  # computed anew
+    assert o.m.lookup(run(1, 12)) == 12
 
 
 @both

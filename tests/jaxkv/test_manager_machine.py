@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import numpy as np
@@ -107,10 +108,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(TOKENS, max_size=12), namespace=NAMESPACES)
     def unpin(self, tokens, namespace):
-        try:
+        with contextlib.suppress(JaxkvError):
             self.o.m.unpin(tokens, namespace=namespace)
-        except JaxkvError:
-            pass
 
     @rule(data=st.data())
     def evict(self, data):

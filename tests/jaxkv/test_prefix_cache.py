@@ -12,6 +12,8 @@ from jaxkv.eviction import POLICIES
 both = pytest.mark.parametrize("index", ["hash", "radix"])
 any_index = pytest.mark.parametrize("index", ["hash", "radix", None])
 
+P, D1 = 999, bytes(range(16))  # a placeholder token, the digest of a picture
+
 
 def next_blocks(o, count):
     """The blocks that the next one-block prompts get, none of which is computed."""
@@ -383,6 +385,26 @@ def test_other_media_in_the_same_place_part_the_tree(index):
     o.finish()
 
 
+@both
+def test_a_picture_that_was_cut_is_not_the_whole_picture(index):
+    """The model may well sample the placeholder's token: that is text."""
+    o = make(16, index)
+    picture = [Media(4, 4, D1)]
+    s = put(o, [1, 2, 3, 4, P, P, P, P], media=picture)
+    o.truncate(s, 5)
+    for _ in range(3):
+        o.m.append(s, P)
+    o.m.commit(s, 3)
+    assert o.m.lookup([1, 2, 3, 4, P, P, P, P], media=picture) == 4
+    assert o.m.lookup([1, 2, 3, 4, P, P, P, P]) == 4
+    o.m.truncate(s, 4)
+    for _ in range(4):
+        o.m.append(s, P)
+    o.m.commit(s, 4)  # all of it is text now
+    assert o.m.lookup([1, 2, 3, 4, P, P, P, P], media=picture) == 4
+    assert o.m.lookup([1, 2, 3, 4, P, P, P, P]) == 8
+
+
 # -- both indexes ----------------------------------------------------------------------------
 
 
@@ -556,6 +578,21 @@ def test_a_fork_does_not_get_the_slots_that_its_parent_reserved(index):
     o.write(b)
     grow(o, a, 9, 10, 11, 12)
     assert len(table(o, a)) == 3
+    o.finish()
+
+
+@any_index
+def test_beams_do_not_copy_reserved_slots(index):
+    o = make(8, index)
+    a = o.allocate(run(1, 8), lookahead=4)
+    o.write(a)
+    b = o.fork(a)
+    o.reorder([a, b], [0, 0])
+    assert o.append([a, b], [9, 10])
+    assert len(o.m.take_plan().copies) == 0
+    o.write(a)
+    o.write(b)
+    o.verify()
     o.finish()
 
 
