@@ -135,6 +135,19 @@ def test_more_prompts_than_rows_or_blocks(small_model):
     assert a.stats.contiguous_bytes == 2 * tight.max_len * tight.bytes_per_token
 
 
+@pytest.mark.parametrize("extra", [1, 8, 9])
+def test_a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest(small_model, extra):
+    """One row: the second prompt comes when the first has gone, and finds its blocks."""
+    system = prompts_of(20)[0]
+    prompts = [[*system, 1, 2], system + prompts_of(extra)[0], system[:16], [5, *system]]
+    cache = jaxkv.CacheConfig.for_model(small_model.config, max_len=64, block_size=8, max_seqs=1)
+    outputs = generate(small_model, prompts, SamplingParams(max_tokens=9), cache=cache).outputs
+    # 16 of the 20: whole blocks; of the third prompt all but its last token, so one block.
+    assert [output.num_cached_tokens for output in outputs] == [0, 16, 8, 0]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == greedy(small_model, prompt, 9)
+
+
 def test_long_prompt_is_prefilled_in_chunks(small_model):
     prompt = prompts_of(250)[0]
     small = SamplingParams(max_tokens=7)

@@ -81,7 +81,6 @@ def test_a_hit_on_an_idle_block_counts_beside_a_pinned_one(index):
     assert (admission.needed, admission.available, admission.num_cached_tokens) == (3, 3, 8)
     assert cached(o, o.allocate(run(1, 16))) == 8
     o.finish()
-    o.m.pin(run(1, 4))
     cache(o, run(1, 8))
     o.m.pin(run(1, 4))
     put(o, run(50, 57))
