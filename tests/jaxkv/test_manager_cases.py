@@ -522,6 +522,19 @@ def test_the_same_placeholders_for_other_media_do_not_meet(index, partial):
 
 @both
 @pytest.mark.parametrize("partial", [False, True])
+def test_a_picture_finds_no_text_of_the_same_tokens(index, partial):
+    o = make(8, index, copy_on_partial_reuse=partial)
+    prompt = [1, 2, P, P, P, P, 3, 4]
+    cache(o, prompt)
+    assert o.m.lookup(prompt, media=[Media(2, 4, D1)]) == 0
+    s = o.allocate(prompt, media=[Media(2, 4, D1)])
+    assert cached(o, s) == 0
+    o.write(s)
+    o.verify()
+
+
+@both
+@pytest.mark.parametrize("partial", [False, True])
 def test_blocks_before_the_first_picture_are_shared(index, partial):
     o = make(12, index, copy_on_partial_reuse=partial)
     prompt = [1, 2, 3, 4, P, P, 5, 6, 7, 8, 9, 10]
