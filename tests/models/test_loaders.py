@@ -138,6 +138,16 @@ def test_truncated_file_is_named(tmp_path):
         load_hf(tmp_path, dtype=jnp.float32)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(b"[]", "holds a list"), (b"{", "is not JSON"), (b"\xff\xfe", "is not JSON"), (b"", "is not")],
+)
+def test_a_config_that_is_no_object_is_named(tmp_path, text, reason):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=reason):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
 def test_folder_without_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF["mha"][0]))
     with pytest.raises(CheckpointError, match=r"no \.safetensors"):
