@@ -72,8 +72,6 @@ class BlockPool:
         # A stack: what was freed last is taken first, and is most likely still in a cache.
         self._free = np.arange(num_blocks - 1, -1, -1)
         self._num_free = num_blocks - 1
-        self._in_free = np.zeros(num_blocks, bool)
-        self._in_free[1:] = True
         self.num_cached = 0  # unreferenced and indexed, held ones included
         self.num_held_idle = 0  # of these, the held
         # Victims whose descendants are still cached: they follow when the last child has gone.
@@ -107,7 +105,6 @@ class BlockPool:
         top = self._num_free
         self._num_free = top - count
         blocks = self._free[top - count : top][::-1].copy()
-        self._in_free[blocks] = False
         self.ref_counts[blocks] = 1
         active = self.num_blocks - 1 - self._num_free - self.num_cached
         if active > self.peak_active:
@@ -162,7 +159,6 @@ class BlockPool:
             # The stack is read from its end, so that the first to go must come last.
             self._free[self._num_free : self._num_free + len(free)] = free[::-1]
             self._num_free += len(free)
-            self._in_free[free] = True
 
     def _leave_cache(self, blocks: np.ndarray) -> None:
         """Idle cached blocks are referenced, held or withdrawn: no longer candidates."""
@@ -369,7 +365,7 @@ class BlockPool:
             if not self._first_child[block]:
                 return block
             self._waiting[block] = None
-        # What is left has referenced or held descendants, which a window has left it behind.
+        # What is left has referenced or held descendants: a window has left it behind.
         block, _ = self._waiting.popitem()
         while (child := next((c for c in self.children(block) if c in self._waiting), 0)) != 0:
             self._waiting[block] = None
