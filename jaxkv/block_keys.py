@@ -137,20 +137,20 @@ class BlockKeys:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def key(self, index: int) -> bytes:
-        """The block's own content: tokens and media, not what comes before."""
-        return self.tokens[index - self.first].tobytes() + self.media.get(index, b"")
+    def contents(self) -> list[bytes]:
+        """Each block's own content: tokens and media, not what comes before."""
+        row = np.dtype((np.void, self.tokens.shape[1] * _TOKEN.itemsize))
+        tokens = np.ascontiguousarray(self.tokens)  # one call for the bytes of all rows
+        contents = cast(list[bytes], tokens.view(row).ravel().tolist())
+        if self.media:
+            return [c + self.media.get(i, b"") for i, c in enumerate(contents, self.first)]
+        return contents
 
     def hashes(self) -> list[bytes]:
         """Chained hashes of all blocks."""
         hashes = self._hashes
         if len(hashes) < len(self):
             parent, function = hashes[-1] if hashes else self._parent_hash, self._hash
-            if self.media:
-                keys = [self.key(self.first + i) for i in range(len(hashes), len(self))]
-            else:  # one call for the bytes of all rows
-                row = np.dtype((np.void, self.tokens.shape[1] * _TOKEN.itemsize))
-                rest = np.ascontiguousarray(self.tokens[len(hashes) :])
-                keys = cast(list[bytes], rest.view(row).ravel().tolist())
-            hashes += [parent := function(parent + key) for key in keys]
+            rest = self.contents()[len(hashes) :]
+            hashes += [parent := function(parent + content) for content in rest]
         return hashes

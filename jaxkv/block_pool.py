@@ -21,6 +21,12 @@ from jaxkv.prefix_index import ROOT, PrefixIndex
 from jaxkv.retention import Retention
 
 Emit = Callable[..., None]
+_ONE = np.ones((), np.int32)  # NumPy takes longer over a Python integer
+
+
+def all_zero(array: np.ndarray) -> bool:
+    """Whether no bit is set: several times as fast as `any` on a few hundred numbers."""
+    return array.tobytes() == bytes(array.nbytes)
 
 
 class BlockPool:
@@ -59,7 +65,7 @@ class BlockPool:
         self.tokens = np.zeros((num_blocks, block_size), "<i4")
         self.indexed = np.zeros(num_blocks, bool)  # a lookup would find it
         self.hashes: list[bytes] = [b""] * num_blocks  # of the indexed ones
-        self.parents = np.full(num_blocks, ROOT, np.int32)
+        self.parents = np.full(num_blocks, ROOT, np.int64)
         self.index = index(self.tokens, self.parents) if index is not None else None
         self._first_child = np.zeros(num_blocks, np.int32)  # 0: none
         self._next_sibling = np.zeros(num_blocks, np.int32)
@@ -114,11 +120,15 @@ class BlockPool:
     def touch(self, blocks: np.ndarray, *, hit: bool) -> None:
         """One more reference to each, by a prefix hit or a fork."""
         counts = self.ref_counts[blocks]
-        idle = blocks[counts == 0]
-        counts += 1
-        self.ref_counts[blocks] = counts
-        if len(idle):
-            self._leave_cache(idle)
+        if all_zero(counts):  # the common case, without a pass for each of the two answers
+            self.ref_counts[blocks] = 1
+            self._leave_cache(blocks)
+        else:
+            idle = blocks[counts == 0]
+            counts += 1
+            self.ref_counts[blocks] = counts
+            if len(idle):
+                self._leave_cache(idle)
         if hit:
             now = self.clock()
             self.policy.hit(blocks, now)
@@ -130,9 +140,9 @@ class BlockPool:
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each: distinct blocks, in the order in which they should go."""
         counts = self.ref_counts[blocks]
-        counts -= 1
+        np.subtract(counts, _ONE, counts)
         self.ref_counts[blocks] = counts
-        if np.count_nonzero(counts):
+        if not all_zero(counts):
             blocks = blocks[counts == 0]
             if not len(blocks):
                 return
@@ -148,7 +158,7 @@ class BlockPool:
     def _retire(self, blocks: np.ndarray) -> None:
         """Blocks that nothing references: cached if a lookup finds them, else free."""
         found = self.indexed[blocks]
-        if np.count_nonzero(found) == len(blocks):
+        if b"\0" not in found.tobytes():
             cached, free = blocks, blocks[:0]
         else:
             cached, free = blocks[found], blocks[~found]

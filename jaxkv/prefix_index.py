@@ -50,7 +50,7 @@ class HashIndex:
 
     Args:
       tokens: i32[num_blocks, block_size], the pool's: those of an indexed block do not change.
-      parents: i32[num_blocks], the pool's.
+      parents: i64[num_blocks], the pool's.
     """
 
     def __init__(self, tokens: np.ndarray, parents: np.ndarray):
@@ -66,19 +66,18 @@ class HashIndex:
         if not found:
             return _NOTHING
         blocks = np.array(found, np.int64)
-        equal = self._tokens[blocks] == keys.tokens[: len(blocks)]
-        before = self._parents[blocks]
-        follows = before[1:] == blocks[:-1]
-        if (
-            np.count_nonzero(equal) == equal.size
-            and np.count_nonzero(follows) == len(follows)
-            and before[0] == parent
-            and (parent != ROOT or self._roots.get(int(blocks[0])) == keys.root)
+        tokens, before = self._tokens[blocks], self._parents[blocks]
+        wanted = keys.tokens[: len(blocks)]
+        if (  # the common case: bytes compare faster than a few arrays do
+            tokens.tobytes() == wanted.tobytes()
+            and before[1:].tobytes() == blocks[:-1].tobytes()
+            and before.item(0) == parent
+            and (parent != ROOT or self._roots.get(found[0]) == keys.root)
             and not (self._media or keys.media)
         ):
             return blocks
-        same = equal.all(axis=1)
-        same[1:] &= follows
+        same = (tokens == wanted).all(axis=1)
+        same[1:] &= before[1:] == blocks[:-1]
         same[0] &= before[0] == parent
         if parent == ROOT:
             same[0] &= self._roots.get(int(blocks[0])) == keys.root

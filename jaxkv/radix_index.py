@@ -45,18 +45,19 @@ class RadixIndex:
 
     def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
         node, at = self._locate(keys.root, parent)
-        found: list[int] = []
-        for index in range(len(keys)):
-            key = keys.key(keys.first + index)
-            if node is not None and at < len(node.keys):
-                if node.keys[at] != key:
-                    break
-            else:
-                node, at = (node.children.get(key) if node is not None else None), 0
-                if node is None:
-                    break
-            found.append(node.blocks[at])
-            at += 1
+        contents, found = keys.contents(), []
+        while node is not None and (rest := len(contents) - len(found)):
+            if at == len(node.keys):
+                node, at = node.children.get(contents[len(found)]), 0
+                continue
+            edge = node.keys[at : at + rest]
+            wanted = contents[len(found) : len(found) + len(edge)]
+            if edge != wanted:
+                same = next(i for i, key in enumerate(edge) if key != wanted[i])
+                found += node.blocks[at : at + same]
+                break
+            found += node.blocks[at : at + len(edge)]
+            at += len(edge)
         return np.array(found, np.int64)
 
     def _locate(self, root: bytes, parent: int) -> tuple[_Node | None, int]:
@@ -68,7 +69,7 @@ class RadixIndex:
 
     def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
         first = keys.first + start
-        new = [keys.key(first + i) for i in range(len(blocks))]
+        new = keys.contents()[start : start + len(blocks)]
         if parent == ROOT:
             node, at = self._roots.setdefault(keys.root, _Node(None, 0, [], [])), 0
             node.namespace = keys.root

@@ -141,7 +141,9 @@ class SequenceTable:
     def close(self, row: int) -> None:
         """Ends the row's sequence; its blocks are the caller's to release."""
         del self.rows[self.ids[row]]
-        self.shrink(row, 0)
+        used = self.used.item(row)
+        self.blocks[row, :used] = NULL_BLOCK
+        self._dirty_ranges.append((row, 0, used))
         self.ids[row] = self.origins[row] = None
         self._columns[:, row] = 0
         self.version += 1
@@ -150,7 +152,7 @@ class SequenceTable:
 
     def live_blocks(self, row: int) -> np.ndarray:
         """i32, the blocks of a row without the null ones; a view."""
-        return self.blocks[row, self.dropped[row] : self.used[row]]
+        return self.blocks[row, self.dropped.item(row) : self.used.item(row)]
 
     def extend(self, row: int, blocks: np.ndarray | list[int]) -> None:
         """Appends blocks to a row."""
