@@ -18,7 +18,7 @@ from jaxkv.errors import JaxkvError
 from jaxkv.manager_view import ManagerView
 from jaxkv.operations import operation
 from jaxkv.reports import Allocation, Plan
-from jaxkv.sequence_table import Rows
+from jaxkv.sequence_table import NULL_BLOCK, Rows
 
 
 class BlockManager(ManagerView):
@@ -35,7 +35,8 @@ class BlockManager(ManagerView):
       copy_on_partial_reuse: a prompt that leaves the cached prefixes inside a block takes the
         tokens that agree, by a copy of the block.
       watermark: share of the pool that `can_allocate` keeps for the running sequences.
-      sliding_window: tokens that a query sees, itself included; blocks behind go back. None: all.
+      sliding_window: tokens that a query sees, itself included; blocks behind go back, and a prefix
+        hit needs only the blocks that its next query sees. None: all.
       weight_version: part of every key, so that other weights never hit; see `set_weight_version`.
       clock: seconds, monotonic.
       debug: `take_plan` verifies the whole bookkeeping each time.
@@ -118,12 +119,14 @@ class BlockManager(ManagerView):
         origin.priority = priority
         origin.expires = None if ttl is None else self._now() + ttl
         keys = self._keys(tokens, origin)
-        hits = self._pool.match(keys)[: 0 if skip_prefix_cache else (length - 1) // self.block_size]
+        hits = self._pool.match(keys, 0 if skip_prefix_cache else (length - 1) // self.block_size)
+        gone = 0 if self.sliding_window is None else int(np.count_nonzero(hits == NULL_BLOCK))
+        seen = hits[gone:]
         source, extra = (
             (0, 0) if skip_prefix_cache else self._best_partial(keys, hits, tokens, length - 1)
         )
         needed = self.blocks_for(length + lookahead) - len(hits)
-        idle = self._limits.num_idle(hits)
+        idle = self._limits.num_idle(seen)
         if (
             extra
             and needed + idle + self._limits.num_idle(np.array([source])) > self._limits.available()
@@ -131,10 +134,10 @@ class BlockManager(ManagerView):
             source = extra = 0  # the copy's source is in the way: compute instead
         self._limits.require_blocks(needed + idle, f"sequence {seq_id!r} of {length} tokens")
         # Hits first, so that the blocks taken for the rest cannot be among them.
-        if len(hits):
-            self._pool.touch(hits, hit=True)
+        if len(seen):
+            self._pool.touch(seen, hit=True)
             if priority or self._retention.keeps:
-                self._pool.keep(hits, priority, origin.expires, new=False)
+                self._pool.keep(seen, priority, origin.expires, new=False)
         if extra:
             self._pool.hold([source])
         new = self._pool.take(needed)
@@ -145,6 +148,7 @@ class BlockManager(ManagerView):
         row = self._table.open(seq_id, origin)
         self._table.extend(row, np.concatenate([hits, new]) if len(hits) else new)
         self._table.lengths[row] = length
+        self._table.dropped[row] = gone
         self._table.computed[row] = cached = len(hits) * self.block_size + extra
         self._table.published[row] = len(hits)
         self._table.lookahead[row] = lookahead
@@ -152,7 +156,7 @@ class BlockManager(ManagerView):
         if self._listeners:
             if cached:
                 self._emit(
-                    events.HIT, seq=seq_id, blocks=hits, num_tokens=cached, queried_tokens=length
+                    events.HIT, seq=seq_id, blocks=seen, num_tokens=cached, queried_tokens=length
                 )
             self._emit(
                 events.ALLOCATE, seq=seq_id, blocks=self._table.live_blocks(row),
@@ -275,7 +279,8 @@ class BlockManager(ManagerView):
         """
         keys = self._keys(as_tokens(token_ids), self._origin(namespace, ()))
         hits = self._pool.match(keys)
-        self._pins.set(keys, hits.tolist(), None if ttl is None else self._now() + ttl)
+        ends = None if ttl is None else self._now() + ttl
+        self._pins.set(keys, hits[hits != NULL_BLOCK].tolist(), ends)
         return len(hits) * self.block_size
 
     @operation

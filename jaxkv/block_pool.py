@@ -14,11 +14,13 @@ import numpy as np
 
 from jaxkv import events
 from jaxkv.block_keys import BlockKeys
+from jaxkv.block_tree import GONE, ROOT, BlockTree
 from jaxkv.errors import JaxkvError
 from jaxkv.eviction import NONE
 from jaxkv.partial_index import PartialIndex
-from jaxkv.prefix_index import ROOT, PrefixIndex
+from jaxkv.prefix_index import PrefixIndex
 from jaxkv.retention import Retention
+from jaxkv.sliding_window import longest_hit
 
 Emit = Callable[..., None]
 _ONE = np.ones((), np.int32)  # NumPy takes longer over a Python integer
@@ -42,6 +44,7 @@ class BlockPool:
         None: no block is ever found.
       policy: chooses which cached block goes when the free ones are used up.
       partial: finds the best partly matching block; None: whole blocks only.
+      window: tokens that a query sees; None: all. With one, blocks are found without those before.
       clock: seconds, monotonic.
       emit: told what happens, if anybody listens; see `listening`.
     """
@@ -54,22 +57,22 @@ class BlockPool:
         index: Callable[[np.ndarray, np.ndarray], PrefixIndex] | None,
         policy: Retention,
         partial: PartialIndex | None,
+        window: int | None,
         clock: Callable[[], float],
         emit: Emit,
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.policy, self.partial, self.clock = policy, partial, clock
+        self._window = window
+        self.leaf_first = window is None  # no block outlives its parent's content
         self.listening = False
         self._emit = emit
         self.ref_counts = np.zeros(num_blocks, np.int32)  # table entries that name the block
         self.tokens = np.zeros((num_blocks, block_size), "<i4")
         self.indexed = np.zeros(num_blocks, bool)  # a lookup would find it
         self.hashes: list[bytes] = [b""] * num_blocks  # of the indexed ones
-        self.parents = np.full(num_blocks, ROOT, np.int64)
-        self.index = index(self.tokens, self.parents) if index is not None else None
-        self._first_child = np.zeros(num_blocks, np.int32)  # 0: none
-        self._next_sibling = np.zeros(num_blocks, np.int32)
-        self._previous_sibling = np.zeros(num_blocks, np.int32)
+        self.tree = BlockTree(num_blocks)
+        self.index = index(self.tokens, self.tree.parents) if index is not None else None
         self.stored_at = np.zeros(num_blocks)
         self.last_access = np.full(num_blocks, np.nan)
         self.access_counts = np.zeros(num_blocks, np.int64)
@@ -218,11 +221,15 @@ class BlockPool:
 
     # -- contents ----------------------------------------------------------------------------
 
-    def match(self, keys: BlockKeys) -> np.ndarray:
-        """i64: blocks that hold the leading blocks of `keys`."""
+    def match(self, keys: BlockKeys, at_most: int | None = None) -> np.ndarray:
+        """i64: blocks that hold the leading blocks of `keys`, at most so many.
+
+        With a sliding window the longest prefix that can be continued: 0 for what is behind it.
+        """
         if self.index is None:
             return np.zeros(0, np.int64)
-        return self.index.match(keys, ROOT)
+        found = self.index.match(keys, ROOT)[:at_most]
+        return found if self._window is None else longest_hit(found, self._window, self.block_size)
 
     def publish(
         self, keys: BlockKeys, parent: int, blocks: np.ndarray, namespace: Any
@@ -236,15 +243,27 @@ class BlockPool:
         index = self.index
         assert index is not None
         old = index.match(keys, parent)
-        if len(old):
-            blocks = blocks.copy()
-            blocks[: len(old)] = old
-            parent = int(old[-1])
-        start = len(old)
-        added = index.add(keys, start, parent, blocks[start:].tolist()) if start < len(keys) else 0
-        if added:
-            self._enter(keys, start, parent, blocks[start : start + added], namespace)
+        blocks = np.concatenate([np.where(old > 0, old, blocks[: len(old)]), blocks[len(old) :]])
+        missing = np.flatnonzero(old == 0).tolist() if not self.leaf_first else []
+        missing += range(len(old), len(keys))
+        while missing:  # one run at the end, but where a window has left gaps
+            start = missing[0]
+            stop = start + next((i for i, m in enumerate(missing) if m != start + i), len(missing))
+            before = int(blocks[start - 1]) if start else parent
+            added = index.add(keys, start, before, blocks[start:stop].tolist())
+            if added:
+                self._enter(keys, start, before, blocks[start : start + added], namespace)
+            if added < stop - start:
+                break
+            if stop < len(keys):
+                self._adopt(int(blocks[stop]), int(blocks[stop - 1]))
+            del missing[: stop - start]
         return blocks
+
+    def _adopt(self, block: int, parent: int) -> None:
+        """A block that had outlived its parent's content has a parent again."""
+        if self.tree.parents[block] == GONE:
+            self.tree.attach(block, parent)
 
     def _enter(
         self, keys: BlockKeys, start: int, parent: int, blocks: np.ndarray, namespace: Any
@@ -254,13 +273,7 @@ class BlockPool:
         self.indexed[blocks] = True
         for block, key in zip(blocks.tolist(), hashes, strict=True):
             self.hashes[block] = key
-        self.parents[blocks[0]], self.parents[blocks[1:]] = parent, blocks[:-1]
-        self._first_child[blocks[:-1]], self._first_child[blocks[-1]] = blocks[1:], 0
-        self._next_sibling[blocks] = self._previous_sibling[blocks] = 0
-        if parent != ROOT:
-            first, eldest = int(blocks[0]), int(self._first_child[parent])
-            self._next_sibling[first], self._previous_sibling[eldest] = eldest, first
-            self._first_child[parent] = first
+        self.tree.add(blocks, parent)
         self.stored_at[blocks] = self.last_access[blocks] = now
         self.access_counts[blocks] = 0
         self.policy.stored(blocks, hashes, now)
@@ -278,8 +291,8 @@ class BlockPool:
                 previous = key
 
     def withdraw(self, block: int, reason: str) -> None:
-        """No lookup finds the block any more, nor what follows it, which nothing can reach now."""
-        for each in self._subtree(block):
+        """No lookup finds the block any more, nor what nothing can reach without it."""
+        for each in self.tree.subtree(block) if self.leaf_first else [block]:
             idle = self.ref_counts[each] == 0
             if idle:
                 self._leave_cache(np.array([each]))  # first: a policy forgets what is removed
@@ -287,37 +300,16 @@ class BlockPool:
             if idle and each not in self.holds:
                 self._retire(np.array([each]))
 
-    def _subtree(self, block: int) -> list[int]:
-        """The block and its descendants, children before parents."""
-        order, todo = [], [block]
-        while todo:
-            order.append(todo.pop())
-            todo += self.children(order[-1])
-        return order[::-1]
-
-    def children(self, block: int) -> list[int]:
-        """Indexed blocks whose content follows this one's."""
-        found, child = [], int(self._first_child[block])
-        while child:
-            found.append(child)
-            child = int(self._next_sibling[child])
-        return found
-
     def _remove(self, block: int, reason: str) -> None:
-        """Out of the index; the block has no children."""
+        """Out of the index."""
         assert self.index is not None
-        parent, before = int(self.parents[block]), int(self._previous_sibling[block])
-        after = int(self._next_sibling[block])
+        parent = int(self.tree.parents[block])
         self.index.remove(block, self.hashes[block])
+        orphans = self.tree.remove(block)
         if self.partial is not None:
-            self.partial.remove(block)
-        if before:
-            self._next_sibling[before] = after
-        elif parent != ROOT:
-            self._first_child[parent] = after
-        if after:
-            self._previous_sibling[after] = before
-        if parent in self._waiting and not self._first_child[parent]:
+            for each in (block, *orphans):  # which are looked for by their parents
+                self.partial.remove(each)
+        if parent in self._waiting and not self.tree.has_children(parent):
             del self._waiting[parent]
             self._next_victims[parent] = None
         block_hash, self.hashes[block] = self.hashes[block], b""
@@ -341,7 +333,7 @@ class BlockPool:
             self.policy.removed(block, self.hashes[block])
             self.hashes[block] = b""
         self.indexed[blocks] = False
-        self._first_child[:] = self._next_sibling[:] = self._previous_sibling[:] = 0
+        self.tree.clear()
         self._waiting.clear()
         self._next_victims.clear()
         self.num_cached = self.num_held_idle = 0
@@ -372,12 +364,12 @@ class BlockPool:
         if self._next_victims:
             return self._next_victims.popitem()[0]
         while (block := self.policy.victim()) != NONE:
-            if not self._first_child[block]:
+            if not self.leaf_first or not self.tree.has_children(block):
                 return block
             self._waiting[block] = None
-        # What is left has referenced or held descendants: a window has left it behind.
+        # What is left has held descendants: the source of a copy under way.
         block, _ = self._waiting.popitem()
-        while (child := next((c for c in self.children(block) if c in self._waiting), 0)) != 0:
+        while (child := next((c for c in self.tree.children(block) if c in self._waiting), 0)) != 0:
             self._waiting[block] = None
             block = child
             del self._waiting[block]

@@ -8,9 +8,9 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 
 from jaxkv.block_pool import BlockPool
+from jaxkv.block_tree import GONE
 from jaxkv.errors import InvariantError
 from jaxkv.pins import Pins
-from jaxkv.prefix_index import ROOT
 from jaxkv.sequence_table import NULL_BLOCK, SequenceTable
 
 
@@ -113,14 +113,17 @@ def _check_places(pool: BlockPool, table: SequenceTable) -> None:
 
 
 def _check_index(pool: BlockPool) -> None:
-    """Every indexed block has an indexed parent, and is found by its content under it."""
+    """Every indexed block has an indexed parent, but behind a window, and is known to it."""
+    tree = pool.tree
     blocks = np.flatnonzero(pool.indexed).tolist()
     if pool.index is not None and len(pool.index) != len(blocks):
         raise InvariantError(f"the index has {len(pool.index)} entries, for {len(blocks)} blocks")
     for block in blocks:
-        parent = int(pool.parents[block])
-        if parent != ROOT and (not pool.indexed[parent] or block not in pool.children(parent)):
+        parent = int(tree.parents[block])
+        if parent == GONE and pool.leaf_first:
+            raise InvariantError(f"block {block} is indexed, its parent is not")
+        if parent >= 0 and (not pool.indexed[parent] or block not in tree.children(parent)):
             raise InvariantError(f"block {block} is indexed below {parent}, which does not know it")
-        for child in pool.children(block):
-            if pool.parents[child] != block:
+        for child in tree.children(block):
+            if tree.parents[child] != block:
                 raise InvariantError(f"block {child} is a child of {block}, not of its parent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from jaxkv.block_keys import (
     root_of,
 )
 from jaxkv.block_pool import BlockPool
+from jaxkv.block_tree import ROOT
 from jaxkv.errors import ConfigError
 from jaxkv.eviction import make_policy
 from jaxkv.invariants import check_manager
@@ -26,11 +28,11 @@ from jaxkv.limits import Limits
 from jaxkv.operations import Observed, operation
 from jaxkv.partial_index import PartialIndex
 from jaxkv.pins import Pins
-from jaxkv.prefix_index import ROOT, HashIndex
+from jaxkv.prefix_index import HashIndex
 from jaxkv.radix_index import RadixIndex
 from jaxkv.reports import Admission, BlockInfo, Stats
 from jaxkv.retention import Retention
-from jaxkv.sequence_table import Origin, Rows, SequenceTable
+from jaxkv.sequence_table import NULL_BLOCK, Origin, Rows, SequenceTable
 from jaxkv.sequences import Sequences
 
 _INDEXES = {"hash": HashIndex, "radix": RadixIndex}
@@ -84,9 +86,12 @@ class ManagerView(Observed):
         self._pool = BlockPool(
             num_blocks,
             block_size,
-            index=_INDEXES[prefix_index] if prefix_index else None,
+            index=functools.partial(_INDEXES[prefix_index], gaps=sliding_window is not None)
+            if prefix_index
+            else None,
             policy=self._retention,
             partial=PartialIndex() if prefix_index and copy_on_partial_reuse else None,
+            window=sliding_window,
             clock=self._now,
             emit=self._emit,
         )
@@ -170,10 +175,10 @@ class ManagerView(Observed):
         """Whether `allocate` would give these tokens their blocks now, later or never."""
         self._expire_pins()
         tokens = as_tokens(token_ids)
-        hits = self._pool.match(self._keys(tokens, self._origin(namespace, media)))
-        hits = hits[: max(0, len(tokens) - 1) // self.block_size]
+        keys = self._keys(tokens, self._origin(namespace, media))
+        hits = self._pool.match(keys, max(0, len(tokens) - 1) // self.block_size)
         total = self.blocks_for(len(tokens) + lookahead)
-        needed = total - len(hits) + self._limits.num_idle(hits)
+        needed = total - len(hits) + self._limits.num_idle(hits[hits != NULL_BLOCK])
         available = self._limits.available()
         longest = min(self.max_blocks_per_seq, self.num_blocks - 1 - self._watermark_blocks)
         if total > longest or not len(tokens):

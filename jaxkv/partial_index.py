@@ -10,7 +10,7 @@ import numpy as np
 from sortedcontainers import SortedList
 
 from jaxkv.block_keys import BlockKeys
-from jaxkv.prefix_index import ROOT
+from jaxkv.block_tree import ROOT
 
 
 class PartialIndex:

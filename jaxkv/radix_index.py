@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxkv.block_keys import BlockKeys
-from jaxkv.prefix_index import ROOT
+from jaxkv.block_tree import ROOT
 
 
 class _Node:
@@ -19,7 +19,7 @@ class _Node:
       parent: the node above; None for the root of a namespace.
       first: index of the edge's first block in its sequence.
       keys: content of each block of the edge.
-      blocks: the blocks.
+      blocks: the blocks; 0 where content has gone that leads to some that is there (a tombstone).
       children: by the first key of their edge.
       namespace: of a root, the bytes under which it is found.
     """
@@ -35,8 +35,8 @@ class _Node:
 class RadixIndex:
     """A tree of token runs; a match compares the content itself, so nothing can collide."""
 
-    def __init__(self, tokens: np.ndarray, parents: np.ndarray):
-        del parents  # the tree itself knows
+    def __init__(self, tokens: np.ndarray, parents: np.ndarray, *, gaps: bool):
+        del parents, gaps  # the tree itself knows
         num_blocks = len(tokens)
         self._roots: dict[bytes, _Node] = {}
         self._node_of: list[_Node | None] = [None] * num_blocks
@@ -58,7 +58,7 @@ class RadixIndex:
                 break
             found += node.blocks[at : at + len(edge)]
             at += len(edge)
-        return np.array(found, np.int64)
+        return np.trim_zeros(np.array(found, np.int64), "b")
 
     def _locate(self, root: bytes, parent: int) -> tuple[_Node | None, int]:
         """The node of the block before, and the position behind it in the node's edge."""
@@ -76,18 +76,30 @@ class RadixIndex:
         else:
             node, at = self._locate(keys.root, parent)
             assert node is not None, f"block {parent} is not in the tree"
+        for i, (key, block) in enumerate(zip(new, blocks, strict=True)):
+            if at == len(node.keys) and key in node.children:
+                node, at = node.children[key], 0
+            if at == len(node.keys) or node.keys[at] != key:
+                self._grow(node, at, first + i, new[i:], list(blocks[i:]))
+                break
+            node.blocks[at] = block  # in the place of a tombstone
+            self._node_of[block], self._depth[block] = node, first + i
+            at += 1
+        self._size += len(blocks)
+        return len(blocks)
+
+    def _grow(self, node: _Node, at: int, first: int, new: list[bytes], blocks: list[int]) -> None:
+        """Hangs a run of blocks behind the first `at` of an edge."""
         if at < len(node.keys):
             node = self._split(node, at)
         if node.children or node.parent is None:
-            node.children[new[0]] = node = _Node(node, first, new, list(blocks))
+            node.children[new[0]] = node = _Node(node, first, new, blocks)
         else:  # a leaf grows: no chain of one-block nodes behind a sequence that decodes
             node.keys += new
             node.blocks += blocks
         for i, block in enumerate(blocks):
             self._node_of[block] = node
             self._depth[block] = first + i
-        self._size += len(blocks)
-        return len(blocks)
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Cuts an edge; the front part becomes a node of its own, which is returned.
@@ -101,22 +113,29 @@ class RadixIndex:
         node.parent, node.first = front, node.first + at
         front.children[node.keys[0]] = node
         for block in front.blocks:
-            self._node_of[block] = front
+            if block:
+                self._node_of[block] = front
         return front
 
     def remove(self, block: int, block_hash: bytes) -> None:
         node = self._node_of[block]
         assert node is not None
-        assert node.blocks[-1] == block, f"block {block} is not a leaf"
-        node.blocks.pop()
-        key = node.keys.pop()
+        node.blocks[self._depth[block] - node.first] = 0
         self._node_of[block] = None
         self._size -= 1
-        if not node.blocks and node.parent is not None:
+        while not node.children:  # tombstones that lead nowhere go
             above = node.parent
-            del above.children[key]  # the edge had shrunk to this, its first key
-            if above.parent is None and not above.children:
-                del self._roots[above.namespace]
+            if above is None:
+                del self._roots[node.namespace]
+                break
+            first = node.keys[0]
+            while node.blocks and not node.blocks[-1]:
+                node.blocks.pop()
+                node.keys.pop()
+            if node.blocks:
+                break
+            del above.children[first]
+            node = above
 
     def clear(self) -> None:
         self._roots.clear()

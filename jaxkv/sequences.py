@@ -13,9 +13,10 @@ import numpy as np
 
 from jaxkv.block_keys import BlockKeys, HashFunction, canonical
 from jaxkv.block_pool import BlockPool
+from jaxkv.block_tree import ROOT
 from jaxkv.limits import Limits
-from jaxkv.prefix_index import ROOT
 from jaxkv.sequence_table import NULL_BLOCK, Origin, Rows, SequenceTable
+from jaxkv.sliding_window import blocks_behind
 
 
 class Sequences:
@@ -160,11 +161,15 @@ class Sequences:
             pool.keep(own, origin.priority, origin.expires, new=True)
 
     def drop_behind_window(self, row: int) -> None:
-        """Blocks that no later query sees go back; null blocks take their places."""
+        """Blocks that no later query sees go back; null blocks take their places.
+
+        Steps under way may still read them: whoever gets them writes them in a later step.
+        """
         assert self._window is not None
-        table = self._table
-        seen_from = int(table.computed[row]) - self._window + 1
-        dropped, old = max(0, seen_from) // self._size, int(table.dropped[row])
+        table, old = self._table, int(self._table.dropped[row])
+        dropped = blocks_behind(int(table.computed[row]), self._window, self._size)
+        if self._pool.index is not None and self.origin(row).publishes:
+            dropped = min(dropped, int(table.published[row]) - 1)  # the next hangs below the last
         if dropped > old:
             gone = table.blocks[row, old:dropped][::-1].copy()
             table.drop_front(row, dropped)

@@ -36,7 +36,8 @@ class Oracle:
         self.memory = {}  # (block, offset): KV
         self.tokens = {}  # live sequence: its tokens
         self.contexts = {}  # live sequence: namespace, media, weights
-        self.all_contexts = {}  # that ever were, by repr: 0 and False are two namespaces
+        self.computed = {}  # KV: the context and the tokens that it is of
+        self.collides = "hash_function" in options
         self.ids = itertools.count()
 
     # -- operations ------------------------------------------------------------------------
@@ -61,8 +62,7 @@ class Oracle:
             whole = (len(tokens) - 1) // self.size * self.size
             assert a.num_cached_tokens == min(cached_at_most, whole)
         self.tokens[seq] = list(tokens)
-        self.contexts[seq] = context = namespace, tuple(media), m.weight_version
-        self.all_contexts[repr(context)] = context
+        self.contexts[seq] = namespace, tuple(media), m.weight_version
         return seq
 
     def write(self, seq, count=None):
@@ -73,7 +73,9 @@ class Oracle:
         table = self.m.block_table(seq)
         for position in range(start, start + count):
             slot = int(table[position // self.size]), position % self.size
-            self.memory[slot] = kv(self.contexts[seq], self.tokens[seq][: position + 1])
+            context, tokens = self.contexts[seq], self.tokens[seq][: position + 1]
+            self.memory[slot] = value = kv(context, tokens)
+            self.computed[value] = context, tuple(tokens)
         self.m.commit(seq, count)
 
     def apply_plan(self):
@@ -166,16 +168,31 @@ class Oracle:
 
     def verify_index(self):
         """What can be found holds what it is found for: the brute-force dictionary."""
-        pool = self.m._pool
+        pool, cached = self.m._pool, set()
         for block in np.flatnonzero(pool.indexed).tolist():
             source = self.m._sequences.copies.get(block, block)
-            chain, b = [], block
-            while b != -1:
-                chain.append(b)
-                b = int(pool.parents[b])
-            tokens = [t for b in chain[::-1] for t in pool.tokens[b].tolist()]
-            last = self.memory.get((source, self.size - 1))
-            assert last in [kv(c, tokens) for c in self.all_contexts.values()], f"block {block}"
+            context, tokens = self.computed[self.memory[source, self.size - 1]]
+            assert list(tokens[-self.size :]) == pool.tokens[block].tolist(), f"block {block}"
+            assert len(tokens) % self.size == 0
+            cached.add(kv(context, tokens))
+        if self.collides or pool.partial is not None:
+            return
+        for seq, tokens in self.tokens.items():
+            namespace, media, weights = self.contexts[seq]
+            if weights == self.m.weight_version:
+                found = self.m.lookup(tokens, namespace=namespace, media=media)
+                assert found == self.longest_hit(cached, self.contexts[seq], tokens)
+
+    def longest_hit(self, cached, context, tokens):
+        """Tokens of the longest prefix of which all that its next query sees is cached."""
+        size, window = self.size, self.m.sliding_window
+        for length in range(len(tokens) // size * size, 0, -size):
+            seen_from = 0 if window is None else max(0, length - window + 1)
+            first = min(seen_from // size, length // size - 1)
+            ends = range((first + 1) * size, length + 1, size)
+            if all(kv(context, tokens[:end]) in cached for end in ends):
+                return length
+        return 0
 
     def finish(self):
         for seq in list(self.tokens):

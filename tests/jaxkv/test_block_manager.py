@@ -149,7 +149,7 @@ def test_check_finds_damage(damage):
     elif damage == "cached":
         pool.num_cached += 1
     else:
-        pool.parents[block] = 3
+        pool.tree.parents[block] = 3
     with pytest.raises(InvariantError):
         m.check()
 
