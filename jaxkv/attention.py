@@ -32,6 +32,9 @@ def attention(
     batch: Batch,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, PagedState]:
     """Writes K and V of the batch's tokens into the cache and attends over what is cached.
@@ -46,6 +49,9 @@ def attention(
       layer: which layer of the cache.
       batch: whose tokens these are, and where they stand.
       scale: of the logits; 1 / sqrt(head_dim) by default.
+      window: a token sees this many positions, its own the last of them; None: all.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+      sinks: [num_q_heads]; logits of a key of value 0 that every token sees.
       implementation: of `pallas_kernels.paged_attention`; None picks one that runs.
 
     Returns:
@@ -65,7 +71,11 @@ def attention(
             )
     with jax.named_scope("kv_cache_update"):
         blocks, offsets = slots(state, batch)
-        pages = scatter_kv(state.kv_pages, k, v, blocks, offsets, layer=layer)
+        pages, scales = state.kv_pages, state.kv_scales
+        if scales is None:
+            pages = scatter_kv(pages, k, v, blocks, offsets, layer=layer)
+        else:
+            pages, scales = scatter_kv(pages, k, v, blocks, offsets, layer=layer, kv_scales=scales)
     with jax.named_scope("paged_attention"):
         rows = jnp.asarray(batch.rows)[batch.last_tokens]  # i32[S], any row for padding
         query_start = jnp.asarray(batch.query_start)
@@ -77,8 +87,12 @@ def attention(
             jnp.where(query_start[1:] > query_start[:-1], lens, 0),
             query_start,
             layer=layer,
+            kv_scales=scales,
             max_query_len=batch.max_query_len,
             scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
             implementation=implementation,
         )
-    return out, dataclasses.replace(state, kv_pages=pages)
+    return out, dataclasses.replace(state, kv_pages=pages, kv_scales=scales)

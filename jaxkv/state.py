@@ -146,11 +146,16 @@ def pad_plan(plan: Plan, *, cells: int | None = None, lengths: int | None = None
 def apply_device_plan(state: PagedState, plan: DevicePlan) -> PagedState:
     """`apply_plan` for use inside a jitted step. Block copies first, then tables and lengths."""
     copies = jnp.asarray(plan.copies)
-    pages = copy_blocks(state.kv_pages, copies[:, 0], copies[:, 1])
+    pages, scales = (  # without scales, None has no leaves
+        jax.tree.map(lambda pool: copy_blocks(pool, copies[:, 0], copies[:, 1]), pool)
+        for pool in (state.kv_pages, state.kv_scales)
+    )
     rows, columns, blocks = (plan.cells[:, i] for i in range(3))
     tables = state.block_tables.at[rows, columns].set(blocks, mode="drop")
     lens = state.seq_lens.at[plan.lengths[:, 0]].set(plan.lengths[:, 1], mode="drop")
-    return dataclasses.replace(state, kv_pages=pages, block_tables=tables, seq_lens=lens)
+    return dataclasses.replace(
+        state, kv_pages=pages, kv_scales=scales, block_tables=tables, seq_lens=lens
+    )
 
 
 _apply = jax.jit(apply_device_plan, donate_argnames="state")

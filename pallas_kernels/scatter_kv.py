@@ -1,39 +1,66 @@
 """Writes K and V of a step's tokens into their slots of the pool, in place.
 
-Data movement: T pieces of head_dim elements per head, K and V; nothing else of the pool is read
-or written when the surrounding jit donates it.
+Data movement: T pieces of head_dim elements per head, K and V (with int8 pages, codes and one
+scale each); nothing else of the pool is read or written when the surrounding jit donates it.
 """
 
 from __future__ import annotations
+
+from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.layout import or_past_pool
+from pallas_kernels.paged_attention.operands import check_scales, quantise_int8
 
+
+@overload
 def scatter_kv(
-    kv_pages: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    blocks: jax.Array,
-    offsets: jax.Array,
-    *,
-    layer: int,
-) -> jax.Array:
+    kv_pages: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array,
+    *, layer: int, kv_scales: None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def scatter_kv(
+    kv_pages: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array,
+    *, layer: int, kv_scales: jax.Array,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
     """kv_pages with the tokens' K and V in slots (blocks, offsets) of `layer`.
 
     Args:
       kv_pages: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
       k: [T, num_kv_heads, head_dim].
       v: [T, num_kv_heads, head_dim].
-      blocks: i32[T]; outside [0, num_blocks) means dropped. (XLA alone would wrap a -1 to the
-        last block before it drops.)
+      blocks: i32[T]; outside [0, num_blocks) means dropped.
       offsets: i32[T], slot inside the block.
+      layer: which layer of the pool.
+      kv_scales: [num_blocks, num_layers, 2, num_kv_heads, block_size], exactly if the pages are
+        int8; k and v are quantised.
+
+    Returns:
+      The pages; with `kv_scales`, (pages, scales).
+
+    Raises:
+      ValueError: scales that are missing, not wanted, or of another shape.
     """
-    num_blocks = kv_pages.shape[0]
-    kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)  # [T, 2, H, D]
-    blocks = jnp.where((blocks >= 0) & (blocks < num_blocks), blocks, num_blocks)
-    return kv_pages.at[blocks, layer, :, :, offsets].set(kv, mode="drop")
+    check_scales(kv_pages, kv_scales)
+    kv = jnp.stack([k, v], axis=1)  # [T, 2, H, D]
+    blocks = or_past_pool(blocks, kv_pages)
+
+    def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        rows = rows.astype(pool.dtype)
+        return pool.at[blocks, layer, :, :, offsets].set(rows, mode="drop")
+
+    if kv_scales is None:
+        return put(kv_pages, kv)
+    codes, scales = quantise_int8(kv, kv_scales.dtype)
+    return put(kv_pages, codes), put(kv_scales, scales)
 
 
 def scatter_kv_reference(
@@ -44,11 +71,19 @@ def scatter_kv_reference(
     offsets: np.ndarray,
     *,
     layer: int,
-) -> np.ndarray:
+    kv_scales: np.ndarray | None = None,
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """The same, a token at a time on the host. Tests only."""
-    out = np.array(kv_pages)
+    pages = np.array(kv_pages)
+    scales = None if kv_scales is None else np.array(kv_scales)
     for t, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
-        if 0 <= block < len(out):
-            out[block, layer, 0, :, offset] = k[t]
-            out[block, layer, 1, :, offset] = v[t]
-    return out
+        if not 0 <= block < len(pages):
+            continue
+        for i, x in enumerate((k[t], v[t])):
+            if scales is None:
+                pages[block, layer, i, :, offset] = x
+            else:
+                codes, row = quantise_int8(jnp.asarray(x), scales.dtype)
+                pages[block, layer, i, :, offset] = codes
+                scales[block, layer, i, :, offset] = row
+    return pages if scales is None else (pages, scales)

@@ -1,0 +1,73 @@
+"""Moves whole blocks out of the pool and into it, and clears them: for swapping and for transfers.
+
+Data movement: C blocks, once each, all layers of a block together; the writes are in place when
+the surrounding jit donates the pool. Callers pad the ids to a few sizes (any id outside the pool
+is padding), so that these compile a few times and not for every count. They take pages and their
+scales alike.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.layout import or_past_pool
+
+
+def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
+    """The blocks `ids` side by side.
+
+    Args:
+      kv_pages: [num_blocks, ...].
+      ids: i32[C]; outside [0, num_blocks): zeros.
+
+    Returns:
+      [C, ...].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.move_blocks import gather_blocks
+      >>> gather_blocks(jnp.array([[1], [2], [3]]), jnp.array([2, -1, 0])).tolist()
+      [[3], [0], [1]]
+    """
+    return kv_pages.at[or_past_pool(ids, kv_pages)].get(mode="fill", fill_value=0)
+
+
+def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Array:
+    """kv_pages with `staged[i]` in block `ids[i]`: the inverse of `gather_blocks`.
+
+    Args:
+      kv_pages: [num_blocks, ...], donated by the surrounding jit.
+      staged: [C, ...], in the pages' dtype.
+      ids: i32[C], no block twice; outside [0, num_blocks): dropped.
+
+    Raises:
+      ValueError: staged blocks that are not blocks of this pool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.move_blocks import put_blocks
+      >>> put_blocks(jnp.zeros((3, 1)), jnp.array([[7.0], [8.0]]), jnp.array([1, -1])).tolist()
+      [[0.0], [7.0], [0.0]]
+    """
+    if staged.shape != (*ids.shape, *kv_pages.shape[1:]) or staged.dtype != kv_pages.dtype:
+        raise ValueError(
+            f"expected {len(ids)} blocks of {kv_pages.shape[1:]} {kv_pages.dtype}, got "
+            f"{staged.shape=} {staged.dtype}"
+        )
+    return kv_pages.at[or_past_pool(ids, kv_pages)].set(staged, mode="drop")
+
+
+def zero_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
+    """kv_pages with zeros in the blocks `ids`.
+
+    Args:
+      kv_pages: [num_blocks, ...], donated by the surrounding jit.
+      ids: i32[C]; outside [0, num_blocks): dropped.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.move_blocks import zero_blocks
+      >>> zero_blocks(jnp.ones((3, 1)), jnp.array([1, -1])).tolist()
+      [[1.0], [0.0], [1.0]]
+    """
+    return kv_pages.at[or_past_pool(ids, kv_pages)].set(0, mode="drop")

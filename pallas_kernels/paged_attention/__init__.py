@@ -1,0 +1,243 @@
+"""Attention of a ragged batch of queries over keys and values that lie in pages.
+
+    out[t] = softmax(scale * q[t] @ K[s, : p + 1]^T) @ V[s, : p + 1]
+
+where s is the sequence of token t and p its position: a sequence's queries are its last tokens, so
+a decode step (one query each) and a prefill chunk are the same operation at other shapes. Options:
+a sliding window, a soft cap of the logits, attention sinks, int8 pages, the log-sum-exp.
+
+Data movement: the page ids come from the block table, and each page is read where it lies, a few
+pages at a time; pages behind a window are not read. This module checks the call and hands it to an
+implementation: `xla` runs everywhere, `reference` gathers everything and is for tests, `support`
+says which can run. `operands` is what they share: how a page's bytes become numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from pallas_kernels.paged_attention.merge import merge_attention
+from pallas_kernels.paged_attention.operands import check_scales
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.support import (
+    IMPLEMENTATIONS,
+    PagedAttentionFallbackWarning,
+    choose,
+    supports,
+)
+from pallas_kernels.paged_attention.xla import decode_xla, prefill_xla
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "PagedAttentionFallbackWarning",
+    "merge_attention",
+    "paged_attention",
+    "paged_attention_reference",
+    "supports",
+]
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    query_start: ArrayLike | None = None,
+    *,
+    layer: int,
+    kv_scales: jax.Array | None = None,
+    max_query_len: int = 1,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+    interpret: bool | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    query_start: ArrayLike | None = None,
+    *,
+    layer: int,
+    kv_scales: jax.Array | None = None,
+    max_query_len: int = 1,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    q, kv_pages, block_tables, seq_lens, query_start=None,
+    *, layer, kv_scales=None, max_query_len=1, scale=None, window=None, soft_cap=None, sinks=None,
+    return_lse=False, implementation=None, interpret=None,
+):  # fmt: skip
+    """Attention over pages; see the module's docstring.
+
+    Args:
+      q: [T, num_q_heads, head_dim]; sequences in order, `query_start` says whose is which.
+      kv_pages: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+      block_tables: i32[S, max_blocks_per_seq]. Entries past a sequence's length, or behind the
+        window of its first query, are never used.
+      seq_lens: i32[S]; tokens of each sequence in the pool, this step's included. 0: no output.
+      query_start: i32[S + 1]; queries `query_start[s] : query_start[s + 1]` are the last tokens of
+        sequence s. None: one query for each sequence (T = S).
+      layer: which layer of the pool.
+      kv_scales: [num_blocks, num_layers, 2, num_kv_heads, block_size], float32 or bfloat16, exactly
+        if the pages are int8: k = code * scale. From `scatter_kv`.
+      max_query_len: static; no sequence has more queries. 1 selects the decode form.
+      scale: of the logits; 1 / sqrt(head_dim) by default.
+      window: static; a query sees this many positions, its own the last of them. None: all.
+      soft_cap: static; logits become soft_cap * tanh(logits / soft_cap), after the scale.
+      sinks: [num_q_heads]; logits, neither scaled nor capped, of a key of value 0 that every query
+        of the head sees: out = sum_i exp(s_i) v_i / (sum_i exp(s_i) + exp(sink)).
+      return_lse: whether to return the log-sum-exp too, for `merge_attention`.
+      implementation: one of `IMPLEMENTATIONS`; None takes the first that runs here.
+      interpret: whether GPU kernels run interpreted; the other implementations have none.
+
+    Returns:
+      [T, num_q_heads, head_dim] in q's dtype; zeros for queries of no sequence. With `return_lse`
+      (that, f32[T, num_q_heads]): the natural log of the softmax's denominator, sink included. For
+      queries of no sequence, or of one of length 0, it is -inf, with a sink too: no query is there.
+
+    Raises:
+      ValueError: shapes or integer types that do not fit.
+      NotImplementedError: the named implementation cannot run, with the reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.paged_attention import paged_attention
+      >>> pages = jnp.ones((3, 1, 2, 1, 4, 8))
+      >>> tables = jnp.array([[2, 1]], jnp.int32)
+      >>> out = paged_attention(jnp.ones((1, 2, 8)), pages, tables, jnp.array([6]), layer=0)
+      >>> out.shape, float(out.max())
+      ((1, 2, 8), 1.0)
+    """
+    layer, max_query_len = operator.index(layer), operator.index(max_query_len)
+    _validate_shapes(q, kv_pages, layer)
+    _validate_options(q, window, soft_cap, sinks)
+    check_scales(kv_pages, kv_scales)
+    if query_start is None:
+        query_start = np.arange(len(seq_lens) + 1, dtype=np.int32)
+    tables, lens, starts = map(jnp.asarray, (block_tables, seq_lens, query_start))
+    _validate_metadata(len(q), tables, lens, starts, max_query_len)
+    _validate_queries(len(q), query_start, max_query_len)
+    num_blocks, _, _, num_kv_heads, block_size, head_dim = kv_pages.shape
+    implementation = choose(
+        implementation,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=kv_pages.dtype,
+        group=q.shape[1] // num_kv_heads,
+    )
+    if not len(q):
+        return (q, jnp.zeros(q.shape[:2], jnp.float32)) if return_lse else q
+    # Ids outside the pool can only be padding: point them at the null block; its reads are masked.
+    tables = jnp.where((tables >= 0) & (tables < num_blocks), tables, 0).astype(jnp.int32)
+    lens, starts = lens.astype(jnp.int32), starts.astype(jnp.int32)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    options: dict[str, Any] = dict(
+        layer=layer,
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        window=None if window is None else operator.index(window),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+    )
+    if implementation == "reference":
+        out, lse = paged_attention_reference(
+            q, kv_pages, tables, lens, starts,
+            kv_scales=kv_scales, sinks=sinks, **options,
+        )  # fmt: skip
+        return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
+    args = q, kv_pages, kv_scales, tables, lens, starts, sinks
+    if max_query_len == 1:
+        out, *lse = decode_xla(*args, **options, return_lse=return_lse)
+    else:
+        out, *lse = prefill_xla(
+            *args, **options, return_lse=return_lse, max_query_len=max_query_len
+        )
+    return (out.astype(q.dtype), lse[0][..., 0]) if return_lse else out.astype(q.dtype)
+
+
+def _validate_shapes(q, kv_pages, layer) -> None:
+    if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[2] != 2:
+        raise ValueError(
+            f"expected q [T, num_q_heads, head_dim] and kv_pages [num_blocks, num_layers, 2, "
+            f"num_kv_heads, block_size, head_dim], got {q.shape=} and {kv_pages.shape=}"
+        )
+    num_kv_heads, head_dim = kv_pages.shape[3], kv_pages.shape[5]
+    if q.shape[2] != head_dim:
+        raise ValueError(f"head_dim differs: {q.shape=} but {kv_pages.shape=}")
+    if num_kv_heads == 0 or q.shape[1] % num_kv_heads or q.shape[1] == 0:
+        raise ValueError(
+            f"{q.shape[1]} query heads do not divide into groups over {num_kv_heads} KV heads"
+        )
+    if not 0 <= layer < kv_pages.shape[1]:
+        raise ValueError(f"{layer=} is not one of the pool's {kv_pages.shape[1]} layers")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"queries are floating point numbers, got {q.dtype}")
+
+
+def _validate_options(q, window, soft_cap, sinks) -> None:
+    if window is not None and window < 1:
+        raise ValueError(
+            f"{window=} sees nothing: a query sees at least itself; None for no window"
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"{soft_cap=} must be positive; None for no cap")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"one sink per query head: {sinks.shape=} with {q.shape[1]} heads")
+
+
+def _validate_metadata(num_tokens, block_tables, seq_lens, query_start, max_query_len) -> None:
+    if block_tables.ndim != 2 or seq_lens.shape != (len(block_tables),):
+        raise ValueError(
+            f"one length and one table row per sequence: {block_tables.shape=}, {seq_lens.shape=}"
+        )
+    if query_start.shape != (len(seq_lens) + 1,):
+        raise ValueError(f"query_start wants {len(seq_lens) + 1} entries: {query_start.shape=}")
+    if max_query_len < 1 or (max_query_len == 1 and num_tokens != len(seq_lens)):
+        raise ValueError(
+            f"{max_query_len=} with {num_tokens} queries of {len(seq_lens)} sequences: a decode "
+            "step has one query per sequence"
+        )
+    for name, x in (
+        ("block_tables", block_tables), ("seq_lens", seq_lens), ("query_start", query_start)
+    ):  # fmt: skip
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} must be integers, got {x.dtype}")
+
+
+def _validate_queries(num_tokens, query_start, max_query_len) -> None:
+    """What only the numbers show, where they are known: inside a jitted step they are not."""
+    if isinstance(query_start, jax.core.Tracer):
+        return
+    counts = np.diff(np.asarray(query_start).astype(np.int64))
+    if counts.size and (counts.min() < 0 or counts.sum() > num_tokens):
+        raise ValueError(
+            f"query_start={np.asarray(query_start).tolist()} does not cut {num_tokens} queries "
+            "into sequences: it must not fall, nor end past them"
+        )
+    if counts.size and counts.max() > max_query_len:
+        raise ValueError(
+            f"a sequence has {counts.max()} queries, more than {max_query_len=}: raise that"
+        )

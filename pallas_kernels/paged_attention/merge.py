@@ -1,0 +1,56 @@
+"""Merges partial attentions over disjoint keys into the attention over all of them.
+
+    lse = log(sum_i exp(lse_i)),    out = sum_i exp(lse_i - lse) * out_i
+
+Each part has its softmax normalised over its own keys; its log-sum-exp says what share of the
+whole denominator that was. Data movement: each partial output is read once, and nothing of the
+keys and values. The merge is what lets keys be split: over the blocks of a long sequence
+(FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), over a prefix that many
+sequences share and the rest of each (cascade attention,
+https://flashinfer.ai/2024/02/02/cascade-inference.html), or over devices.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
+    """The attention over all keys, from attentions over parts of them.
+
+    The parts must not share keys, and a sink counts as one: give it to one part.
+
+    Args:
+      outs: [..., parts, ..., head_dim], each part's output.
+      lses: [..., parts, ...], the natural log of each part's softmax denominator. A part with -inf
+        saw no key and adds nothing, whatever its output.
+      axis: where the parts lie; the same axis of `lses` and `outs`, negative ones count in `lses`.
+
+    Returns:
+      (out, lse) in float32, without the axis; 0 and -inf where no part saw a key.
+
+    Raises:
+      ValueError: shapes that do not fit each other.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.paged_attention import merge_attention
+      >>> outs = jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]])  # two parts, one row, head_dim 2
+      >>> out, lse = merge_attention(outs, jnp.log(jnp.array([[3.0], [1.0]])))
+      >>> out.round(4).tolist(), jnp.exp(lse).round(4).tolist()
+      ([[0.75, 0.25]], [4.0])
+    """
+    if outs.shape[:-1] != lses.shape or outs.ndim < 2 or not -lses.ndim <= axis < lses.ndim:
+        raise ValueError(
+            f"one log-sum-exp per row of the outputs, and parts along {axis=} of both: "
+            f"{outs.shape=}, {lses.shape=}"
+        )
+    axis %= lses.ndim
+    outs, lses = outs.astype(jnp.float32), lses.astype(jnp.float32)
+    top = lses.max(axis, keepdims=True)
+    weights = jnp.exp(lses - jnp.where(top > -jnp.inf, top, 0))  # no inf - inf, which is NaN
+    total = weights.sum(axis, keepdims=True)
+    lse = (top + jnp.log(total)).squeeze(axis)
+    shares = (weights / jnp.where(total > 0, total, 1))[..., None]
+    return jnp.where(shares > 0, shares * outs, 0).sum(axis), lse

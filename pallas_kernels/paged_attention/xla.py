@@ -1,0 +1,192 @@
+"""Paged attention in plain XLA, which runs everywhere: an online softmax over tiles of pages.
+
+Data movement: each pass of the key loop gathers a few pages of K and V (for decode, a tile of
+every sequence; for prefill, a tile of one sequence for some of its queries) and folds them into a
+running maximum, sum and output, so a whole sequence is never gathered. With a window the loop
+starts at the first page that is still seen: the cost is the window's and not the sequence's.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.operands import Tile, read_pages
+
+_MASKED = -1e30  # finite, so that a fully masked tile leaves no NaN behind
+_DECODE_TILE = 64  # tokens of every sequence that one pass of the decode loop reads
+_QUERY_TILE = 64  # queries of one sequence that the prefill loop takes at a time
+_KEY_TILE = 256  # tokens that it then reads at a time
+
+
+def _start(shape, sinks):
+    """Online-softmax carry of queries [..., D]: running maximum, sum and output.
+
+    A sink, broadcasting to [..., 1], is a key that was already seen and whose value is 0.
+    """
+    column = (*shape[:-1], 1)
+    if sinks is None:
+        m, total = jnp.full(column, _MASKED, jnp.float32), jnp.zeros(column, jnp.float32)
+    else:
+        m, total = jnp.broadcast_to(sinks, column), jnp.ones(column, jnp.float32)
+    return m, total, jnp.zeros(shape, jnp.float32)
+
+
+def _accumulate(carry, q, tile: Tile, visible, needed, soft_cap):
+    """One online-softmax step of `...hqd` queries over a tile.
+
+    visible broadcasts to [..., h, q, t], needed (seen by any query) to [..., h, t]. A row that sees
+    nothing yet may sum weights of 1; they vanish with the first key that it does see.
+    """
+    m, total, acc = carry
+    s = tile.logits(q)
+    if soft_cap is not None:
+        s = soft_cap * jnp.tanh(s / soft_cap)
+    s = jnp.where(visible, s, _MASKED)
+    m_new = jnp.maximum(m, s.max(axis=-1, keepdims=True))
+    alpha = jnp.exp(m - m_new)
+    p = jnp.exp(s - m_new)
+    total = total * alpha + p.sum(axis=-1, keepdims=True)
+    return m_new, total, acc * alpha + tile.weighted(p, needed)
+
+
+_FILLS = (0.0, -jnp.inf)  # output and log-sum-exp of a row where no query is
+
+
+def _finish(carry, live, return_lse):
+    """(output [..., D],) of a carry, or with the log-sum-exp [..., 1] behind it."""
+    m, total, acc = carry
+    total = jnp.where(live, total, 1)
+    results = (acc / total, m + jnp.log(total)) if return_lse else (acc / total,)
+    return tuple(jnp.where(live, x, fill) for x, fill in zip(results, _FILLS, strict=False))
+
+
+def _pad_columns(tables, pages_per_tile):
+    """Table padded with null blocks, so that the last tile's slice is not moved to fit."""
+    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_tile)))
+
+
+def _from_window(tables, lens, window, block_size):
+    """Tables and lengths as if each sequence began with the first block that its last token sees.
+
+    So rows of very different lengths walk their windows together.
+    """
+    columns = min(tables.shape[1], (window - 2) // block_size + 2)  # that a window can touch
+    first = jnp.maximum(lens - window, 0) // block_size
+    at = first[:, None] + jnp.arange(columns, dtype=jnp.int32)
+    tables = jnp.take_along_axis(tables, at, axis=1, mode="fill", fill_value=0)
+    return tables, lens - first * block_size
+
+
+def decode_xla(
+    q, kv_pages, kv_scales, tables, seq_lens, query_start, sinks,
+    *, layer, scale, window, soft_cap, return_lse,
+):  # fmt: skip
+    """All sequences in step: each pass of the loop takes the next tile of every sequence.
+
+    Arguments as in `paged_attention`, checked, table entries within the pool.
+
+    Returns:
+      (f32[S, num_q_heads, head_dim],), and f32[S, num_q_heads, 1] behind it if `return_lse`.
+    """
+    num_seqs, num_q_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_pages.shape[3:5]
+    lens = jnp.where(query_start[1:] > query_start[:-1], seq_lens, 0)
+    if window is not None:
+        tables, lens = _from_window(tables, lens, window, block_size)
+    pages_per_tile = max(1, min(tables.shape[1], _DECODE_TILE // block_size))
+    tile = pages_per_tile * block_size
+    tables = _pad_columns(tables, pages_per_tile)
+    q = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, -1, 1)
+
+    def body(i, carry):
+        blocks = lax.dynamic_slice_in_dim(tables, i * pages_per_tile, pages_per_tile, 1)
+        operands = read_pages(kv_pages, kv_scales, blocks, layer, scale, q.dtype)
+        token = i * tile + jnp.arange(tile, dtype=jnp.int32)
+        visible = token < lens[:, None]
+        if window is not None:
+            visible &= token >= lens[:, None] - window
+        visible = visible[:, None]
+        return _accumulate(carry, q, operands, visible[:, None], visible, soft_cap)
+
+    num_tiles = lax.div(lens.max() + (tile - 1), jnp.int32(tile))
+    carry = lax.fori_loop(0, num_tiles, body, _start(q.shape, sinks))
+    results = _finish(carry, (lens > 0)[:, None, None, None], return_lse)
+    return tuple(x.reshape(num_seqs, num_q_heads, -1) for x in results)
+
+
+def prefill_xla(
+    q, kv_pages, kv_scales, tables, seq_lens, query_start, sinks,
+    *, layer, scale, window, soft_cap, return_lse, max_query_len,
+):  # fmt: skip
+    """One tile of one sequence's queries at a time, over the pages that it may see.
+
+    A tile's rows past its sequence's end hold the next sequence's queries; their output is
+    rubbish and is overwritten by that sequence's own tile, which starts right there.
+
+    Arguments as in `paged_attention`, checked, table entries within the pool.
+
+    Returns:
+      (f32[T, num_q_heads, head_dim],), and f32[T, num_q_heads, 1] behind it if `return_lse`.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_pages.shape[3:5]
+    query_tile = min(_QUERY_TILE, max_query_len, num_tokens)
+    pages_per_tile = max(1, min(tables.shape[1], _KEY_TILE // block_size))
+    tile = pages_per_tile * block_size
+    tables = _pad_columns(tables, pages_per_tile)
+    q = jnp.pad(q, ((0, query_tile), (0, 0), (0, 0)))
+    counts = query_start[1:] - query_start[:-1]
+    tiles_before = jnp.cumsum(-(-counts // query_tile))
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.reshape(num_kv_heads, -1), query_tile, axis=1)[..., None]
+
+    def query_tile_of(i, outs):
+        s = jnp.searchsorted(tiles_before, i, side="right").astype(jnp.int32)
+        first = jnp.where(s > 0, tiles_before[s - 1], 0)
+        offset = (i - first) * query_tile  # of the tile inside its sequence
+        at = query_start[s] + offset
+        length = seq_lens[s]
+        positions = length - counts[s] + offset + jnp.arange(query_tile, dtype=jnp.int32)
+        last_seen = jnp.minimum(positions[-1] + 1, length)
+        qt = lax.dynamic_slice_in_dim(q, at, query_tile, 0)
+        # [tile, H, G, D] -> [H, G * tile, D]: the heads of a group share their keys.
+        qt = qt.reshape(query_tile, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
+        group = qt.shape[1]
+        qt = qt.reshape(num_kv_heads, group * query_tile, head_dim)
+        row_positions = jnp.tile(positions, group)[:, None]
+
+        def key_tile(j, carry):
+            blocks = lax.dynamic_slice(tables, (s, j * pages_per_tile), (1, pages_per_tile))[0]
+            operands = read_pages(kv_pages, kv_scales, blocks, layer, scale, q.dtype)
+            token = j * tile + jnp.arange(tile, dtype=jnp.int32)
+            needed = token < length
+            visible = (token <= row_positions) & needed
+            if window is not None:
+                needed &= token > positions[0] - window
+                visible &= token > row_positions - window
+            return _accumulate(carry, qt, operands, visible, needed, soft_cap)
+
+        first_tile = jnp.int32(0)
+        if window is not None:
+            first_tile = lax.div(jnp.maximum(positions[0] - (window - 1), 0), jnp.int32(tile))
+        num_tiles = lax.div(last_seen + (tile - 1), jnp.int32(tile))
+        carry = lax.fori_loop(first_tile, num_tiles, key_tile, _start(qt.shape, sinks))
+
+        def put(out, x):
+            x = x.reshape(num_kv_heads, group, query_tile, -1).transpose(2, 0, 1, 3)
+            x = x.reshape(query_tile, num_q_heads, -1)
+            return lax.dynamic_update_slice_in_dim(out, x, at, 0)
+
+        return tuple(map(put, outs, _finish(carry, row_positions >= 0, return_lse)))
+
+    widths = (head_dim, 1) if return_lse else (head_dim,)
+    outs = tuple(jnp.zeros((*q.shape[:2], width), jnp.float32) for width in widths)
+    outs = lax.fori_loop(0, tiles_before[-1], query_tile_of, outs)
+    # The last tile may have run over the end of the last sequence.
+    live = jnp.arange(num_tokens)[:, None, None] < query_start[-1]
+    return tuple(
+        jnp.where(live, x[:num_tokens], fill) for x, fill in zip(outs, _FILLS, strict=False)
+    )
