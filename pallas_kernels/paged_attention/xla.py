@@ -14,7 +14,9 @@ from jax import lax
 from pallas_kernels.paged_attention.operands import Tile, read_pages
 
 _MASKED = -1e30  # finite, so that a fully masked tile leaves no NaN behind
-_DECODE_TILE = 64  # tokens of every sequence that one pass of the decode loop reads
+# Tokens of every sequence that one pass of the decode loop reads: as many as it takes for a pass to
+# outweigh its 40 us of launches (few sequences), but no more, since the last pass reads in vain.
+_DECODE_TILE, _DECODE_TILE_MAX, _DECODE_TOKENS = 64, 256, 512
 _QUERY_TILE = 64  # queries of one sequence that the prefill loop takes at a time
 _KEY_TILE = 256  # tokens that it then reads at a time
 
@@ -94,7 +96,8 @@ def decode_xla(
     lens = jnp.where(query_start[1:] > query_start[:-1], seq_lens, 0)
     if window is not None:
         tables, lens = _from_window(tables, lens, window, block_size)
-    pages_per_tile = max(1, min(tables.shape[1], _DECODE_TILE // block_size))
+    tile = min(max(_DECODE_TILE, _DECODE_TOKENS // num_seqs), _DECODE_TILE_MAX)
+    pages_per_tile = max(1, min(tables.shape[1], tile // block_size))
     tile = pages_per_tile * block_size
     tables = _pad_columns(tables, pages_per_tile)
     q = q.reshape(num_seqs, num_kv_heads, -1, head_dim)

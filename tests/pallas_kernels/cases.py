@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention import paged_attention
+
 
 @dataclasses.dataclass
 class Case:
     q: jax.Array  # [T, Hq, D]
     pages: jax.Array  # [N, L, 2, H, B, D]
+    scales: jax.Array | None  # [N, L, 2, H, B], with int8 pages
     tables: jax.Array  # i32[S, M]
     lens: jax.Array  # i32[S]
     query_start: jax.Array  # i32[S + 1]
@@ -19,19 +22,30 @@ class Case:
     dense: list[tuple[np.ndarray, np.ndarray]]  # K and V f32[len, H, D] of each sequence
 
     def kwargs(self):
-        return dict(layer=self.layer, max_query_len=self.max_query_len)
+        return dict(layer=self.layer, max_query_len=self.max_query_len, kv_scales=self.scales)
 
     def args(self):
         return self.q, self.pages, self.tables, self.lens, self.query_start
 
 
+def quantise(kv: np.ndarray, scale_dtype) -> tuple[np.ndarray, np.ndarray]:
+    """int8 codes and scales over the last axis, on the host and apart from the library's."""
+    scales = (np.maximum(np.abs(kv).max(-1), 1e-30) / 127).astype(scale_dtype)
+    codes = np.rint(kv / scales.astype(np.float32)[..., None])
+    return np.clip(codes, -127, 127).astype(np.int8), scales
+
+
 def make(
     lens, counts, *, block=4, heads=4, kv_heads=2, dim=8, layers=2, layer=1, seed=0,
     dtype=jnp.float32, fill=0.0, spare_columns=2, padding_tokens=0, max_query_len=None,
+    window=None, scale_dtype=None,
 ):  # fmt: skip
     """Sequences of `lens` cached tokens whose last `counts` are this step's queries.
 
-    Every slot that holds no token is `fill`, and unused table entries point anywhere.
+    Every slot that holds no token is `fill`, and unused table entries point anywhere. With a
+    `window` that includes what no query sees any more; every second entry there is the null block.
+    With a `scale_dtype` the pages are int8, `dense` is what they stand for, and the scales of
+    unused slots are `fill`.
     """
     rng = np.random.default_rng(seed)
     need = [-(-n // block) for n in lens]
@@ -39,20 +53,34 @@ def make(
     num_blocks = sum(need) + 5
     order = rng.permutation(np.arange(1, num_blocks))
     pages = np.full((num_blocks, layers, 2, kv_heads, block, dim), fill, np.float32)
+    scales = None
+    if scale_dtype is not None:
+        scales = np.full(pages.shape[:-1], fill, scale_dtype)
+        pages = np.full(pages.shape, 127, np.int8)
     tables = rng.integers(0, num_blocks, (len(lens), width))
     dense, at = [], 0
     for s, n in enumerate(lens):
-        tables[s, : need[s]] = order[at : at + need[s]]
+        first = 0 if window is None else max(0, n - counts[s] + 1 - window)  # that is still seen
+        tables[s, : first // block : 2] = 0
+        tables[s, first // block : need[s]] = order[at + first // block : at + need[s]]
         at += need[s]
         kv = rng.normal(0, 1, (2, n, kv_heads, dim)).astype(np.float32)
-        for t in range(n):
-            pages[tables[s, t // block], layer, :, :, t % block] = kv[:, t]
+        held = kv
+        if scales is not None:
+            held, row = quantise(kv, scale_dtype)
+            kv = held * row.astype(np.float32)[..., None]
+        for t in range(first, n):
+            slot = (tables[s, t // block], layer, slice(None), slice(None), t % block)
+            pages[slot] = held[:, t]
+            if scales is not None:
+                scales[slot] = row[:, t]
         dense.append((kv[0], kv[1]))
     total = int(sum(counts))
     q = rng.normal(0, 1, (total + padding_tokens, heads, dim))
     return Case(
         jnp.asarray(q, dtype),
-        jnp.asarray(pages, dtype),
+        jnp.asarray(pages, dtype if scales is None else jnp.int8),
+        None if scales is None else jnp.asarray(scales),
         jnp.asarray(tables, jnp.int32),
         jnp.asarray(lens, jnp.int32),
         jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32),
@@ -62,19 +90,39 @@ def make(
     )
 
 
-def oracle(case: Case) -> np.ndarray:
+def run(case, implementation="xla", **options):
+    options = dict(implementation=implementation) | options
+    out = paged_attention(*case.args(), **case.kwargs(), **options)
+    return jax.tree.map(np.asarray, out)
+
+
+def oracle(case: Case, **options) -> np.ndarray:
     """Dense attention in float64, one query at a time."""
+    return oracle_with_lse(case, **options)[0]
+
+
+def oracle_with_lse(case: Case, *, window=None, soft_cap=None, sinks=None):
+    """`oracle` and the log of each softmax's denominator, -inf where no query is."""
     q = np.asarray(case.q, np.float64)
-    out = np.zeros_like(q)
+    out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
     start = np.asarray(case.query_start)
     for s, (k, v) in enumerate(case.dense):
         count = start[s + 1] - start[s]
         group = q.shape[1] // max(k.shape[1], 1)
         for i in range(count):
             seen = len(k) - count + i + 1
+            if seen < 1:
+                continue
+            first = 0 if window is None else max(0, seen - window)
             for h in range(q.shape[1]):
-                kh, vh = k[:seen, h // group], v[:seen, h // group]
+                kh, vh = k[first:seen, h // group], v[first:seen, h // group]
                 logits = kh @ q[start[s] + i, h] / np.sqrt(q.shape[2])
-                weights = np.exp(logits - logits.max())
-                out[start[s] + i, h] = weights @ vh / weights.sum()
-    return out
+                if soft_cap is not None:
+                    logits = soft_cap * np.tanh(logits / soft_cap)
+                top = logits.max()
+                weights = np.exp(logits - top)
+                sink = 0 if sinks is None else np.exp(np.float64(sinks[h]) - top)
+                total = weights.sum() + sink
+                out[start[s] + i, h] = weights @ vh / total
+                lse[start[s] + i, h] = top + np.log(total)
+    return out, lse

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make, oracle
+from cases import make, oracle, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,10 +10,6 @@ from pallas_kernels.paged_attention import paged_attention, supports
 
 IMPLEMENTATIONS = ["xla", "reference"]
 LENS = [1, 4, 5, 8, 17, 40, 130]
-
-
-def run(case, implementation="xla"):
-    return np.asarray(paged_attention(*case.args(), **case.kwargs(), implementation=implementation))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -52,6 +52,42 @@ def test_pages_keep_their_dtype():
     assert out.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
+def test_int8_equals_the_reference(rng, scale_dtype):
+    pages = rng.integers(-127, 128, SHAPE).astype(np.int8)
+    scales = rng.random(SHAPE[:-1]).astype(scale_dtype)
+    k, v = rng.normal(size=(2, 4, 3, 8)).astype(np.float32)
+    slots = np.array([5, 0, -1, 14])
+    args = (k, v, slots // 4, slots % 4)
+    want = scatter_kv_reference(pages, *args, layer=1, kv_scales=scales)
+    got = step(jnp.asarray(pages), *map(jnp.asarray, args), layer=1, kv_scales=jnp.asarray(scales))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    held = (
+        np.asarray(got[0][1, 1, 0, :, 1]) * np.asarray(got[1][1, 1, 0, :, 1], np.float32)[:, None]
+    )
+    np.testing.assert_allclose(held, k[0], atol=np.abs(k[0]).max() / 127)
+
+
+def test_int8_in_place():
+    spec = jax.ShapeDtypeStruct
+    args = (spec((3, 3, 8), jnp.float32),) * 2 + (spec((3,), jnp.int32),) * 2
+    both = jax.jit(lambda pages, scales, *a: scatter_kv(pages, *a, layer=1, kv_scales=scales),
+                   donate_argnums=(0, 1))  # fmt: skip
+    analysis = both.lower(
+        spec(SHAPE, jnp.int8), spec(SHAPE[:-1], jnp.float32), *args
+    ).compile().memory_analysis()  # fmt: skip
+    assert analysis.alias_size_in_bytes == np.prod(SHAPE) + np.prod(SHAPE[:-1]) * 4
+
+
+def test_scales_exactly_with_int8():
+    args = (*[jnp.ones((1, 3, 8))] * 2, *[jnp.zeros(1, jnp.int32)] * 2)
+    with pytest.raises(ValueError, match="int8 pages mean nothing without"):
+        scatter_kv(jnp.zeros(SHAPE, jnp.int8), *args, layer=0)
+    with pytest.raises(ValueError, match="these are float32"):
+        scatter_kv(jnp.zeros(SHAPE), *args, layer=0, kv_scales=jnp.zeros(SHAPE[:-1]))
+
+
 def test_copy_blocks_reads_before_it_writes_and_drops_padding():
     pages = jnp.arange(4.0)[:, None] * jnp.ones((4, 3))
     out = copy_blocks(pages, jnp.array([1, 2, 0]), jnp.array([2, 3, 99]))

@@ -1,0 +1,283 @@
+"""Windows, soft caps, sinks, the log-sum-exp and int8 pages, each against the dense oracle."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, make, oracle, oracle_with_lse, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import paged_attention, xla
+from pallas_kernels.paged_attention.operands import quantise_int8
+
+IMPLEMENTATIONS = ["xla", "reference"]
+SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
+KINDS = {  # lengths and queries of each: a decode step, a prefill step
+    "decode": ([1, 4, 5, 0, 17, 300], [1] * 6),
+    "prefill": ([300, 7, 0, 40, 1, 9], [70, 7, 0, 3, 1, 2]),
+}
+
+
+def check(got, want, tolerance=2e-5):
+    """Outputs and log-sum-exps of `run` and `oracle_with_lse`."""
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
+
+
+def of_kind(kind, **changes):
+    lens, counts = KINDS[kind]
+    return make(lens, counts, max_query_len=1 if kind == "decode" else None, **changes)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale_dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("window", "soft_cap", "sinks"), [
+    (None, None, None), (None, 0.7, None), (None, None, SINKS), (5, 0.7, SINKS),
+])  # fmt: skip
+def test_options_alone_and_together(implementation, kind, scale_dtype, window, soft_cap, sinks):
+    case = of_kind(kind, window=window, scale_dtype=scale_dtype, fill=np.nan)
+    options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
+    got = run(case, implementation, return_lse=True, **options)
+    check(got, oracle_with_lse(case, **options))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_log_sum_exp_changes_no_output(implementation, kind):
+    case = of_kind(kind)
+    np.testing.assert_array_equal(
+        run(case, implementation), run(case, implementation, return_lse=True)[0]
+    )
+
+
+# -- windows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("block", "fill"), [(1, np.nan), (4, np.nan), (4, np.inf), (64, np.nan)])
+def test_nothing_behind_the_window_is_used(implementation, kind, block, fill):
+    for window in (1, block, block + 1, 9, 1000):
+        case = of_kind(kind, block=block, window=window, fill=fill)
+        np.testing.assert_allclose(
+            run(case, implementation, window=window), oracle(case, window=window), atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "chunks", [[1] * 10, [10], [4, 6], [3, 4, 3]], ids=lambda chunks: "+".join(map(str, chunks))
+)
+def test_position_9_of_a_window_of_4_sees_6_to_9(implementation, chunks):
+    """V names its position, and q is 0: an output is the mean of the positions that it sees."""
+    outs, length = [], 0
+    for count in chunks:
+        length += count
+        case = make([length], [count], fill=np.nan, max_query_len=1 if count == 1 else None)
+        case.q = jnp.zeros_like(case.q)
+        for t in range(length):
+            case.pages = case.pages.at[case.tables[0, t // 4], case.layer, 1, :, t % 4].set(t)
+        outs.append(run(case, implementation, window=4)[:, 0, 0])
+    seen = [range(max(0, p - 3), p + 1) for p in range(10)]
+    assert [list(seen[p]) for p in (3, 4, 9)] == [[0, 1, 2, 3], [1, 2, 3, 4], [6, 7, 8, 9]]
+    np.testing.assert_allclose(np.concatenate(outs), [np.mean(x) for x in seen], rtol=1e-6)
+
+
+def _passes(f, *args):
+    """How often a loop of f reads pages, counted by running it."""
+    count = []
+    read = xla.read_pages
+
+    def counting(*a, **k):
+        jax.debug.callback(lambda: count.append(1))
+        return read(*a, **k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "read_pages", counting)
+        jax.block_until_ready(f(*args))
+        jax.effects_barrier()
+    return len(count)
+
+
+@pytest.mark.parametrize(("counts", "whole", "windowed"), [
+    # Two sequences of different lengths in step: tiles of 256 keys.
+    ([1, 1], 8, 1),
+    # Queries 1792 to 2047 in tiles of 64 see 8 tiles of keys each; with a window of 64 the first
+    # touches two and the others one. The second sequence's only query: 8, and 1.
+    ([256, 1], 4 * 8 + 8, 2 + 3 + 1),
+])  # fmt: skip
+def test_tiles_behind_the_window_are_not_read(counts, whole, windowed):
+    case = make([2048, 2000], counts, block=16, max_query_len=1 if counts == [1, 1] else None)
+
+    def call(window):
+        return lambda q: paged_attention(
+            q, *case.args()[1:], **case.kwargs(), window=window, implementation="xla"
+        )
+
+    assert _passes(call(None), case.q) == whole
+    assert _passes(call(64), case.q) == windowed
+
+
+# -- sinks and soft caps ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sink_is_one_more_key_of_value_zero(implementation, kind):
+    case = of_kind(kind, fill=np.nan)
+    out, lse = run(case, implementation, return_lse=True)
+    sunk, sunk_lse = run(case, implementation, return_lse=True, sinks=SINKS)
+    live = np.isfinite(lse)
+    share = 1 / (1 + np.exp(np.broadcast_to(SINKS, lse.shape)[live] - lse[live]))
+    np.testing.assert_allclose(sunk[live], out[live] * share[:, None], atol=2e-6)
+    assert (sunk[~live] == 0).all()
+    assert (np.isfinite(sunk_lse) == live).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_overwhelming_sink_leaves_nothing(implementation):
+    case = of_kind("decode")
+    out, lse = run(case, implementation, return_lse=True, sinks=jnp.full(4, 1e4))
+    assert (out == 0).all()
+    assert (lse[np.asarray(case.lens) > 0] == 1e4).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_query_no_output_with_sinks_too(implementation):
+    case = make([0, 5, 0], [1, 1, 0], padding_tokens=2, fill=np.nan)
+    out, lse = run(case, implementation, return_lse=True, sinks=SINKS, window=3)
+    dead = [0, 2, 3]
+    assert (out[dead] == 0).all()
+    assert np.isneginf(lse[dead]).all()
+    assert np.isfinite(lse[1]).all()
+
+
+# -- int8 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
+def test_int8_is_as_far_off_as_its_rounding(kind, scale_dtype):
+    """Each element is off by at most e = 3/4 scale (1/2 of rounding, the rest the bf16 scale's).
+
+    So a logit is off by at most d = scale |q|_1 e_k, every weight by a factor within exp(+-2d), and
+    the output by e_v + (exp(2d) - 1) max|v|.
+    """
+    real = of_kind(kind, dim=32)
+    held = of_kind(kind, dim=32, scale_dtype=scale_dtype)
+    largest = max(np.abs(x).max() for kv in real.dense for x in kv if x.size)
+    error = 0.75 * largest / 127
+    logit = np.abs(np.asarray(real.q)).sum(-1).max() / np.sqrt(32) * error
+    bound = error + np.expm1(2 * logit) * largest
+    off = np.abs(run(held) - oracle(real)).max()
+    assert 0 < off < min(bound, 0.1), (off, bound)
+
+
+def test_int8_in_half_precision():
+    case = of_kind("prefill", scale_dtype=jnp.bfloat16, dtype=jnp.bfloat16, fill=np.nan)
+    # The codes are exact: 2 ** -9 of the queries' and of the weights' rounding is all.
+    np.testing.assert_allclose(run(case).astype(np.float32), oracle(case), atol=3e-2)
+
+
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=8),
+       st.sampled_from([jnp.float32, jnp.bfloat16]))  # fmt: skip
+@settings(deadline=None)
+def test_quantise_rounds_to_the_scale_that_is_kept(row, scale_dtype):
+    codes, scale = quantise_int8(jnp.asarray(row, jnp.float32), scale_dtype)
+    assert codes.dtype == jnp.int8
+    assert scale.dtype == scale_dtype
+    s = float(scale)
+    x = np.asarray(row, np.float32).astype(np.float64)
+    assert s >= np.abs(x).max() / 127 * (1 - 2**-8)
+    assert (np.abs(np.asarray(codes, np.float64) * s - x) <= 0.76 * s).all()
+    assert codes.min() >= -127
+
+
+def test_scales_exactly_with_int8():
+    case = make([9], [1], max_query_len=1, scale_dtype=jnp.float32)
+    with pytest.raises(ValueError, match="kv_scales belong to int8 pages"):
+        paged_attention(case.q, case.pages.astype(jnp.float32), *case.args()[2:], **case.kwargs())
+    for scales, message in (
+        (None, "mean nothing without kv_scales"),
+        (case.scales[:, :1], r"kv_scales.shape=\(8, 1, 2, 2, 4\)"),
+        (case.scales.astype(jnp.float16), "float32 or bfloat16, got float16"),
+    ):
+        case.scales = scales
+        with pytest.raises(ValueError, match=message):
+            run(case)
+
+
+# -- everything at once ----------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
+    st.sampled_from([1, 3, 4, 16]),
+    st.one_of(st.none(), st.integers(1, 20)),
+    st.one_of(st.none(), st.floats(0.5, 30)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 5),
+)
+def test_any_ragged_batch_with_any_options(pairs, block, window, soft_cap, sunk, int8, seed):
+    lens = [max(pair) for pair in pairs]
+    counts = [min(pair) for pair in pairs]
+    case = make(lens, counts, block=block, seed=seed, fill=np.nan, window=window,
+                scale_dtype=jnp.float32 if int8 else None)  # fmt: skip
+    options = dict(window=window, soft_cap=soft_cap, sinks=SINKS if sunk else None)
+    check(run(case, return_lse=True, **options), oracle_with_lse(case, **options), 5e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_new_tokens_behind_cached_ones_in_shuffled_blocks(implementation):
+    case = make([11], [3], spare_columns=0)
+    order = np.array([5, 2, 7])
+    pages = np.full_like(case.pages, np.nan)
+    pages[order] = case.pages[case.tables[0]]
+    case.pages, case.tables = jnp.asarray(pages), jnp.asarray(order[None], jnp.int32)
+    np.testing.assert_allclose(run(case, implementation), oracle(case), atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_hits_of_different_lengths_in_one_batch(implementation):
+    case = make([9, 13, 17], [9, 9, 9], fill=np.nan)  # 0, 4 and 8 cached tokens before 9 new ones
+    np.testing.assert_allclose(run(case, implementation), oracle(case), atol=2e-5)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(window=0), dict(soft_cap=0.0), dict(sinks=jnp.zeros(3)),
+])  # fmt: skip
+def test_options_that_mean_nothing(changes):
+    (name,) = changes
+    with pytest.raises(ValueError, match=name):
+        run(make([9], [1], max_query_len=1), **changes)
+
+
+def test_queries_that_do_not_fit():
+    case: Case = make([9, 6], [4, 2])
+    for changes, message in (
+        (dict(q=case.q[:5]), r"\[0, 4, 6\] does not cut 5 queries"),
+        (dict(query_start=jnp.array([0, 4, 2])), r"\[0, 4, 2\] does not cut 6 queries"),
+        (dict(max_query_len=3), "a sequence has 4 queries, more than max_query_len=3"),
+        (dict(max_query_len=1), "max_query_len=1 with 6 queries of 2 sequences"),
+        (dict(q=case.q.astype(jnp.int32)), "floating point numbers, got int32"),
+    ):
+        wrong = Case(**(vars(case) | changes))
+        with pytest.raises(ValueError, match=message):
+            run(wrong)
+
+
+def test_python_and_numpy_numbers():
+    case = make([9, 6], [2, 3])
+    want = run(case, window=4, soft_cap=2.0)
+    args = case.q, case.pages, *(np.asarray(x).tolist() for x in case.args()[2:])
+    got = paged_attention(
+        *args, layer=np.int64(1), max_query_len=np.int32(3), scale=np.float64(8**-0.5),
+        window=np.int16(4), soft_cap=np.float32(2), implementation="xla",
+    )  # fmt: skip
+    np.testing.assert_array_equal(got, want)
