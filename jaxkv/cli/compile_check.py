@@ -1,0 +1,73 @@
+"""`jaxkv compile-check`: compiles the kernels and whole steps for GPUs that are not there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxkv.compile_check.targets import NAMES, Target
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the command line."""
+    p = commands.add_parser(
+        "compile-check",
+        help="compile kernels and whole steps for GPUs that are not there",
+        description="Compiles the kernels and whole steps of models down to machine code for GPUs "
+        "that this machine need not have, and reads from the compiler what they take. Exit status "
+        "1 where something does not compile, spills registers or copies the pool. Needs the "
+        "dependency group `aot`: uv run --group aot jaxkv compile-check.",
+    )
+    p.add_argument(
+        "--gpu", action="append", choices=[*NAMES, "all"], metavar="NAME",
+        help=f"{', '.join(NAMES)} or all; may be repeated (default: h200)",
+    )  # fmt: skip
+    p.add_argument("--kernels-only", action="store_true", help="no whole steps")
+    p.add_argument(
+        "--only", action="append", metavar="TEXT",
+        help="only steps with this in their names; may be repeated",
+    )  # fmt: skip
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, too")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    # Only here: these import the models, and every other command would wait for them.
+    from jaxkv.compile_check.compiler import compile_all
+    from jaxkv.compile_check.programs import programs
+    from jaxkv.compile_check.report import table
+    from jaxkv.errors import ConfigError
+
+    asked = args.gpu or ["h200"]
+    targets = [name for name in NAMES if name in asked or "all" in asked]
+    names = [
+        program.name
+        for program in programs().values()
+        if any(text in program.name for text in args.only or [""])
+        and (program.kernel or not args.kernels_only)
+    ]
+    if not names:
+        raise ConfigError(f"--only leaves none of these steps: {'; '.join(programs())}")
+    jobs = [(target, name) for target in targets for name in names]
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    rows = {}
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        for row in bar.track(compile_all(jobs), total=len(jobs)):
+            rows[row.target, row.program] = row
+    ordered = [rows[job] for job in jobs]
+    if args.json is not None:
+        args.json.write_text(json.dumps([row.as_dict() for row in ordered], indent=1) + "\n")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 180  # of the table; 80 would break most of its words
+    for target in targets:
+        console.print(table(Target.load(target), [rows[target, name] for name in names]))
+    broken = [f"{r.target}, {r.program}: {what}" for r in ordered for what in r.broken]
+    for line in broken:
+        console.print(line, style="red", markup=False, highlight=False)
+    return 1 if broken else 0

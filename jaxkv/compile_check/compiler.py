@@ -1,0 +1,188 @@
+"""Compiles steps for GPUs that are not there. Runs as a process of its own: `Compiler`.
+
+That process imports the library once and then forks for every step: what the C++ side prints can
+then be told apart, a compiler that dies takes one row with it, and no step finds its kernel already
+compiled by another (the compiler prints nothing about a kernel that it has in its cache).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.metadata
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import TextIO
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxkv.compile_check.programs import Program, programs
+from jaxkv.compile_check.report import Resources, Row, count_kernels, count_pool_copies
+from jaxkv.compile_check.targets import Target
+from jaxkv.config import DTYPES
+from jaxkv.errors import ConfigError, JaxkvError
+from pallas_kernels.paged_attention import supports
+from pallas_kernels.target import compile_for
+
+WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # the process itself runs on the CPU
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no driver and no cuDNN: only the compiler is wanted
+    "JAX_ENABLE_COMPILATION_CACHE": "0",  # what is found there prints nothing
+    "OPENBLAS_NUM_THREADS": "1",  # a process with threads must not fork
+    "MOSAIC_GPU_DUMP_PTXAS": "1",  # registers and spills
+    "MOSAIC_GPU_DUMP_PTX": "1",  # threads of a thread block
+    "MOSAIC_GPU_DUMP_RESOURCES": "1",  # shared memory
+}
+_AT_ONCE = 8  # compilers; each takes a core and up to 1 GB
+
+
+def check_wheels() -> None:
+    """Whether the compiler is installed, in jax's own version.
+
+    Raises:
+      ConfigError: it is not; the message names the command that installs it.
+    """
+    wanted = importlib.metadata.version("jax")
+    for wheel in WHEELS:
+        try:
+            found = importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            found = None
+        if found != wanted:
+            raise ConfigError(
+                f"compiling for a GPU needs {wheel} {wanted}, as jax is, but "
+                f"{'it is not installed' if found is None else f'{found} is installed'}; "
+                f"run `uv run --group aot jaxkv compile-check`, or "
+                f'`pip install "jax[cuda13-local]=={wanted}"` and then `jaxkv compile-check`'
+            )
+
+
+def compile_all(jobs: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    """Compiles (target, program) pairs, several at once; rows come as they are done.
+
+    Raises:
+      ConfigError: the compiler is not installed.
+      JaxkvError: the process that compiles ended early.
+    """
+    check_wheels()
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxkv.compile_check.compiler", json.dumps(jobs)],
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # so that all its children can be ended with it
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for _ in jobs:
+                yield pickle.load(process.stdout)
+        except EOFError:
+            raise JaxkvError(f"the compiling process ended with {process.wait()}") from None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def main() -> None:
+    """The process that compiles: pickled rows on standard output."""
+    waiting = deque(json.loads(sys.argv[1]))
+    every, running = programs(), {}
+    while waiting or running:
+        while waiting and len(running) < min(_AT_ONCE, os.cpu_count() or 1):
+            target, name = waiting.popleft()
+            job = _Job(Target.load(target), every[name])
+            running[job.process.sentinel] = job
+        for sentinel in multiprocessing.connection.wait(running):
+            pickle.dump(running.pop(sentinel).row(), sys.stdout.buffer)
+            sys.stdout.flush()
+
+
+class _Job:
+    """A step that is being compiled in a process of its own."""
+
+    def __init__(self, target: Target, program: Program):
+        self._empty = Row(target.name, program.name, program.num_devices, program.pool_bytes)
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, lives as we do
+        context = multiprocessing.get_context("fork")
+        self._rows, sender = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_compile, args=(target, program, self._empty, self._log, sender)
+        )
+        self.process.start()
+        sender.close()
+
+    def row(self) -> Row:
+        """What became of it."""
+        try:
+            return self._rows.recv()
+        except EOFError:
+            self.process.join()
+            self._log.seek(0)
+            last = (self._log.read().strip() or "it printed nothing").splitlines()[-1]
+            died = f"the compiler died with {self.process.exitcode}: {last}"
+            return dataclasses.replace(self._empty, error=died)
+
+
+def _compile(target: Target, program: Program, row: Row, log: TextIO, rows: Connection) -> None:
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    try:
+        row = _compiled(target, program, row, log)
+    except Exception as error:  # whatever it is, it belongs into the table
+        row = dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
+    rows.send(row)
+
+
+def _compiled(target: Target, program: Program, row: Row, log: TextIO) -> Row:
+    cache, began = program.cache, time.perf_counter()
+    with compile_for("gpu", target.compute_capability) as pipelines:
+        claimed, reason = supports(
+            "mosaic_gpu",
+            head_dim=cache.head_dim,
+            block_size=cache.block_size,
+            dtype=DTYPES[cache.dtype],
+            group=program.group,
+        )
+        mesh = Mesh(np.array(target.devices(program.num_devices)), ("heads",))
+        function, args = program.build(mesh)
+        compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
+    seconds = time.perf_counter() - began
+    ctypes.CDLL(None).fflush(None)  # what C++ printed is still in its buffers
+    log.seek(0)
+    resources = Resources.parse(log.read())
+    blocks = resources and resources.blocks_per_sm(target)
+    in_flight = min((p.stages * p.tile_bytes for p in pipelines), default=None)
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    assert hlo is not None
+    assert memory is not None
+    kernels = count_kernels(hlo)
+    return dataclasses.replace(
+        row,
+        attention="mosaic_gpu" if kernels else "xla",
+        kernels=kernels,
+        fallback=None if claimed else reason,
+        resources=resources,
+        blocks_per_sm=blocks,
+        bytes_in_flight=None if blocks is None or in_flight is None else blocks * in_flight,
+        alias_bytes=memory.alias_size_in_bytes,
+        pool_copies=count_pool_copies(hlo, row.pool_bytes // DTYPES[cache.dtype].itemsize),
+        temp_bytes=memory.temp_size_in_bytes,
+        seconds=seconds,
+    )
+
+
+if __name__ == "__main__":
+    main()

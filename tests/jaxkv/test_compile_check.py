@@ -1,0 +1,276 @@
+"""`jaxkv compile-check`: what is read from the compiler and, where it is installed, the command."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxkv.cli import main
+from jaxkv.compile_check import targets
+from jaxkv.compile_check.programs import programs
+from jaxkv.compile_check.report import Resources, Row, count_kernels, count_pool_copies, table
+from jaxkv.compile_check.targets import Target
+from jaxkv.errors import ConfigError
+
+# What Mosaic GPU and ptxas print about two kernels.
+OUTPUT = """\
+Resources(smem_scratch_bytes=105472, tmem_scratch_cols=0, tmem_collective_scratch_cols=0, \
+barrier_counts=Counter({Barrier(arrival_count=4, num_barriers=3, orders_tensor_core=False): 2, \
+Barrier(arrival_count=1, num_barriers=3, orders_tensor_core=False): 2, \
+Barrier(arrival_count=1, num_barriers=1, orders_tensor_core=False): 1}), scoped_gmem_semaphores={})
+Resources(smem_scratch_bytes=1024, tmem_scratch_cols=0, tmem_collective_scratch_cols=0, \
+barrier_counts=Counter(), scoped_gmem_semaphores={})
+.visible .entry kernel_mosaic_gpu_kernel(
+.maxntid 256, 1, 1
+.minnctapersm 1
+ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 48 registers, used 16 barriers, 1 bytes smem
+.maxntid 384
+    24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+"""
+FITS = Resources(registers=48, spill_bytes=0, shared_bytes=105576, threads=256)
+GOOD = Row(
+    target="h200", program="step", num_devices=1, pool_bytes=2048, attention="mosaic_gpu",
+    kernels=1, resources=FITS, blocks_per_sm=2, bytes_in_flight=196608, alias_bytes=2100,
+    pool_copies=0, temp_bytes=64, seconds=1.5,
+)  # fmt: skip
+
+
+# -- what the compiler says ------------------------------------------------------------------
+
+
+def test_resources_are_the_most_of_the_kernels_and_spills_their_sum():
+    assert Resources.parse(OUTPUT) == Resources(
+        registers=168, spill_bytes=36, shared_bytes=105472 + 8 * (2 * 3 + 2 * 3 + 1), threads=384
+    )
+
+
+def test_without_a_kernel_there_are_no_resources():
+    assert Resources.parse("a warning\n") is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "change", "blocks", "why"),
+    [
+        ("h200", {}, 2, "shared memory: 228 KiB // (103.1 + 1)"),
+        ("a100", {}, 1, "shared memory: 164 KiB // (103.1 + 1)"),
+        ("h200", {"shared_bytes": 115712}, 2, "twice 113 KiB and the reserved 1 KiB are 228"),
+        ("h200", {"shared_bytes": 115713}, 1, "a byte more"),
+        ("h200", {"shared_bytes": 232448}, 1, "the most a thread block can have"),
+        ("h200", {"shared_bytes": 232449}, 0, "a byte more"),
+        ("h200", {"shared_bytes": 0}, 5, "registers: 65536 // (48 * 256)"),
+        ("h200", {"shared_bytes": 0, "registers": 40}, 6, "registers: 65536 // (40 * 256)"),
+        ("h200", {"shared_bytes": 0, "registers": 33}, 6, "warps get 256 registers at a time"),
+        ("h200", {"shared_bytes": 0, "registers": 16}, 8, "threads: 2048 // 256"),
+        ("h200", {"shared_bytes": 0, "registers": 16, "threads": 20}, 32, "never more than 32"),
+        ("h200", {"registers": 255, "threads": 512}, 0, "512 threads have 128 registers each"),
+    ],
+)
+def test_thread_blocks_that_fit(gpu, change, blocks, why):
+    assert dataclasses.replace(FITS, **change).blocks_per_sm(Target.load(gpu)) == blocks, why
+
+
+def test_only_copies_of_the_pool_count():
+    hlo = """
+    %copy.1 = bf16[8,2,2,1,16,64]{5,4,3,2,1,0} copy(%param_0)
+    %copy-start = (bf16[32,1,16,64]{3,2,1,0}, bf16[32,1,16,64]{3,2,1,0}, u32[]) copy-start(%p)
+    %transpose.3 = bf16[64,16,1,2,2,8]{5,4,3,2,1,0} transpose(%param_0), dimensions={5,4,3,2,1,0}
+    %copy.2 = f32[64,3,3,1]{3,2,1,0} copy(%get-tuple-element.994), metadata={op_name="copy(x)"}
+    %copy.3 = s32[] copy(%constant)
+    %fusion = bf16[8,2,2,1,16,64]{5,4,3,2,1,0} fusion(%copy.1), kind=kLoop, calls=%copy_fusion
+    """
+    assert count_pool_copies(hlo, 8 * 2 * 2 * 16 * 64) == 3
+    assert count_pool_copies(hlo, 7) == 0
+
+
+def test_kernels_are_counted_by_their_custom_calls():
+    call = '%c = bf16[1] custom-call(%a), custom_call_target="mosaic_gpu_v2", x={}\n'
+    assert count_kernels(2 * call + 'custom_call_target="__cublas$gemm"') == 2
+
+
+# -- promises --------------------------------------------------------------------------------
+
+
+def test_a_good_row_breaks_nothing():
+    assert GOOD.broken == []
+    assert dataclasses.replace(GOOD, fallback="no kernel", kernels=0, resources=None).broken == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"error": "ValueError: 7 is odd\nmore"}, "does not compile: ValueError: 7 is odd"),
+        ({"resources": dataclasses.replace(FITS, spill_bytes=36)}, "36 bytes of registers spill"),
+        ({"blocks_per_sm": 0}, "no thread block fits an SM"),
+        ({"alias_bytes": 100}, "100 bytes aliased, the pool has 2048"),
+        ({"pool_copies": 2}, "2 copies of the pool"),
+        ({"temp_bytes": 2048}, "2048 temporary bytes, as many as the pool or more"),
+        ({"kernels": 0}, "a kernel claims to support this, but the step calls none"),
+        ({"resources": None}, "the compiler did not say what its kernels take"),
+    ],
+)
+def test_a_broken_promise_is_named_with_numbers(change, message):
+    assert dataclasses.replace(GOOD, **change).broken == [message]
+
+
+def test_the_table_shows_the_numbers_and_why_there_is_no_kernel():
+    rows = [GOOD, dataclasses.replace(GOOD, program="other", kernels=0, attention="xla",
+                                      resources=None, blocks_per_sm=None, bytes_in_flight=None,
+                                      fallback="group 9 is too large")]  # fmt: skip
+    console = Console(width=180)
+    with console.capture() as capture:
+        console.print(table(Target.load("h200"), rows))
+    lines = capture.get().splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert cells == [
+        ["step", "1", "yes", "mosaic_gpu x1", "48", "0", "103.1", "2", "192", "0", "0", "0", "0",
+         "1.5"],
+        ["other", "1", "yes", "xla", *5 * "-", "0", "0", "0", "0", "1.5"],
+    ]  # fmt: skip
+    assert "xla: group 9 is too large" in capture.get()
+
+
+# -- targets and programs --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "shared_kib"),
+    [("a100", (8, 0), 164), ("h100", (9, 0), 228), ("h200", (9, 0), 228), ("b200", (10, 0), 228)],
+)
+def test_targets(name, capability, shared_kib):
+    target = Target.load(name)
+    assert target.compute_capability == capability
+    assert target.shared_bytes == shared_kib * 1024
+    assert target.shared_bytes_per_block == target.shared_bytes - 1024
+    assert (target.registers, target.threads) == (65536, 2048)
+
+
+def test_every_target_is_tested():
+    assert targets.NAMES == ("a100", "b200", "h100", "h200")
+
+
+def test_an_unknown_target_is_an_error():
+    with pytest.raises(ConfigError, match="unknown GPU 'h300'; one of a100, b200, h100, h200"):
+        Target.load("h300")
+
+
+@pytest.mark.parametrize("name", [n for n, p in programs().items() if p.num_devices == 1])
+def test_programs_trace(name):
+    program = programs()[name]
+    step, (state, *args) = program.build(Mesh(np.array(jax.devices()[:1]), ("heads",)))
+    pages = state.kv_pages
+    assert pages.size * pages.dtype.itemsize == program.pool_bytes
+    if program.kernel:  # a model's trace takes seconds
+        out, after = jax.eval_shape(step, state, *args)
+        assert out.shape == args[0].shape
+        assert after.kv_pages.shape == pages.shape
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+def test_without_the_compiler_the_error_names_the_command(capsys, monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "jax-cuda13-pjrt":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real("jax") if name == "jax-cuda13-plugin" else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["compile-check"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"needs jax-cuda13-pjrt {real('jax')}, as jax is, but it is not installed" in error
+    assert "uv run --group aot jaxkv compile-check" in error
+
+
+def test_a_filter_that_leaves_nothing_is_an_error(capsys):
+    assert main(["compile-check", "--only", "mamba"]) == 2
+    assert "leaves none of these steps: decode bfloat16" in capsys.readouterr().err
+
+
+@pytest.mark.aot
+def test_steps_compile_for_an_h200(tmp_path):
+    names = ["head", "SmolLM2-135M decode", "Llama-3-8B decode, attention"]
+    args = [arg for name in names for arg in ("--only", name)]
+    main = "import sys, jaxkv.cli; sys.exit(jaxkv.cli.main())"
+    ran = subprocess.run(
+        [sys.executable, "-c", main, "compile-check", "--json", tmp_path / "rows.json", *args],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert len(rows) == 10
+    assert {row["num_devices"] for row in rows} == {1, 8}
+    for row in rows:
+        assert row["error"] is None
+        assert row["broken"] == []
+        assert row["alias_bytes"] >= row["pool_bytes"]
+        assert row["pool_copies"] == 0
+        assert row["temp_bytes"] < row["pool_bytes"] / 4
+        assert row["program"] in ran.stdout
+        if row["attention"] == "mosaic_gpu":
+            assert row["resources"]["spill_bytes"] == 0
+            assert row["blocks_per_sm"] >= 1
+            assert row["bytes_in_flight"] > 0
+
+
+BAD_STEPS = """
+import dataclasses, os
+from jaxkv.compile_check.compiler import _Job
+from jaxkv.compile_check.programs import programs
+from jaxkv.compile_check.targets import Target
+
+def copies(state, *args):
+    return dataclasses.replace(state, kv_pages=state.kv_pages.at[0].set(0)), state.kv_pages
+
+def moves(state, *args):
+    pages = state.kv_pages
+    return dataclasses.replace(state, kv_pages=pages.swapaxes(3, 4).reshape(pages.shape))
+
+def converts(state, *args):
+    return dataclasses.replace(state, kv_pages=state.kv_pages.astype("float32"))
+
+def fails(state, *args):
+    raise ValueError("7 is odd")
+
+def dies(state, *args):
+    os.write(2, b"LLVM ERROR: cannot select\\n")
+    os.abort()
+
+program = next(iter(programs().values()))
+for bad in (copies, moves, converts, fails, dies):
+    build = lambda mesh: (bad, program.build(mesh)[1])
+    job = _Job(Target.load("h200"), dataclasses.replace(program, build=build))
+    print(*job.row().broken, sep="; ")
+"""
+
+
+@pytest.mark.aot
+def test_bad_steps_are_caught():
+    from jaxkv.compile_check.compiler import ENVIRONMENT
+
+    ran = subprocess.run(
+        [sys.executable, "-c", BAD_STEPS], env=os.environ | ENVIRONMENT, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    copied, moved, converted, failed, died = ran.stdout.splitlines()
+    pool = programs()["decode bfloat16, head 64, block 16"].pool_bytes
+    assert "copies of the pool" in copied
+    assert f"{pool} temporary bytes, as many as the pool or more" in moved
+    assert f"bytes aliased, the pool has {pool}" in converted
+    assert failed == "does not compile: ValueError: 7 is odd"
+    assert died == "does not compile: the compiler died with -6: LLVM ERROR: cannot select"
