@@ -11,9 +11,9 @@ def page_rows(kv_pages: jax.Array) -> jax.Array:
     return kv_pages.reshape(-1, *kv_pages.shape[-2:])
 
 
-def page_row(kv_pages: jax.Array, block, layer, k_or_v, head):
+def page_row(pool_shape: tuple[int, ...], block, layer, k_or_v, head):
     """Row in `page_rows` of a page; arguments broadcast. Rows, not elements: they fit an int32."""
-    _, num_layers, _, num_kv_heads, _, _ = kv_pages.shape
+    _, num_layers, _, num_kv_heads, _, _ = pool_shape
     return ((block * num_layers + layer) * 2 + k_or_v) * num_kv_heads + head
 
 

@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Each device brings threads to the host's pool. The threads of an interpreted GPU kernel wait for
+# each other in callbacks, and with fewer the compiler found none left and everything stood still.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
 
 import jax
 import jax.numpy as jnp

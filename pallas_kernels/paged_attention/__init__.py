@@ -8,8 +8,9 @@ a sliding window, a soft cap of the logits, attention sinks, int8 pages, the log
 
 Data movement: the page ids come from the block table, and each page is read where it lies, a few
 pages at a time; pages behind a window are not read. This module checks the call and hands it to an
-implementation: `xla` runs everywhere, `reference` gathers everything and is for tests, `support`
-says which can run. `operands` is what they share: how a page's bytes become numbers.
+implementation: `mosaic_gpu` are the kernels (`decode_gpu`, `prefill_gpu`, and `pages_gpu`, which
+brings the pages to both), `xla` runs everywhere, `reference` gathers everything and is for tests;
+`support` says which can run. `operands` says how a page's bytes become numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     return_lse: Literal[False] = False,
     implementation: str | None = None,
-    interpret: bool | None = None,
+    interpret: Any = None,
 ) -> jax.Array: ...
 
 
@@ -83,7 +84,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     return_lse: Literal[True],
     implementation: str | None = None,
-    interpret: bool | None = None,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -113,7 +114,7 @@ def paged_attention(
         of the head sees: out = sum_i exp(s_i) v_i / (sum_i exp(s_i) + exp(sink)).
       return_lse: whether to return the log-sum-exp too, for `merge_attention`.
       implementation: one of `IMPLEMENTATIONS`; None takes the first that runs here.
-      interpret: whether GPU kernels run interpreted; the other implementations have none.
+      interpret: Pallas's `InterpretGPUParams` or True: GPU kernels run interpreted, on any device.
 
     Returns:
       [T, num_q_heads, head_dim] in q's dtype; zeros for queries of no sequence. With `return_lse`
@@ -148,7 +149,10 @@ def paged_attention(
         head_dim=head_dim,
         block_size=block_size,
         dtype=kv_pages.dtype,
+        query_dtype=q.dtype,
         group=q.shape[1] // num_kv_heads,
+        form="decode" if max_query_len == 1 else "prefill",
+        interpret=bool(interpret),
     )
     if not len(q):
         return (q, jnp.zeros(q.shape[:2], jnp.float32)) if return_lse else q
@@ -169,6 +173,14 @@ def paged_attention(
         )  # fmt: skip
         return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
     args = q, kv_pages, kv_scales, tables, lens, starts, sinks
+    if implementation == "mosaic_gpu":
+        # Where it is used: Pallas's GPU support is half a second that others need not wait for.
+        from pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
+
+        out, lse = attend_gpu(
+            *args, **options, max_query_len=max_query_len, interpret=interpret or False
+        )
+        return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
     if max_query_len == 1:
         out, *lse = decode_xla(*args, **options, return_lse=return_lse)
     else:

@@ -54,3 +54,23 @@ def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[ja
     lse = (top + jnp.log(total)).squeeze(axis)
     shares = (weights / jnp.where(total > 0, total, 1))[..., None]
     return jnp.where(shares > 0, shares * outs, 0).sum(axis), lse
+
+
+def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An attention whose denominator has one more term, exp(sink) of the row's head, in float32.
+
+    Args:
+      out: [T, num_q_heads, head_dim].
+      lse: f32[T, num_q_heads]; rows of -inf have no query and stay as they are.
+      sinks: f32[num_q_heads].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> out, lse = with_sinks(jnp.ones((1, 1, 2)), jnp.zeros((1, 1)), jnp.zeros(1))
+      >>> out.tolist(), jnp.exp(lse).round(4).tolist()
+      ([[[0.5, 0.5]]], [[2.0]])
+    """
+    seen = lse > -jnp.inf
+    finite = jnp.where(seen, lse, 0)
+    share = jax.nn.sigmoid(finite - sinks)[..., None]
+    return out.astype(jnp.float32) * share, jnp.where(seen, jnp.logaddexp(finite, sinks), lse)

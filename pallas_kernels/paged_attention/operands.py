@@ -77,7 +77,7 @@ def read_pages(
     """
     num_kv_heads, _, head_dim = kv_pages.shape[3:]
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
-    k_row = page_row(kv_pages, blocks[..., None, :], layer, 0, heads)  # [..., H, P]
+    k_row = page_row(kv_pages.shape, blocks[..., None, :], layer, 0, heads)  # [..., H, P]
     v_row = k_row + num_kv_heads
     tokens = (*k_row.shape[:-1], -1)
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from pallas_kernels import target
+
+Form = Literal["decode", "prefill"]
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # the first that runs is the default
 
@@ -25,11 +29,26 @@ class Call(NamedTuple):
     """What a requirement may look at; None where the caller did not say."""
 
     platform: str
-    compute_capability: str | None
+    compute_capability: tuple[int, int] | None
     head_dim: int | None
     block_size: int | None
     dtype: DTypeLike | None
+    query_dtype: DTypeLike | None
     group: int | None
+    form: Form | None
+
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+_INT8_HEAD_DIMS, _INT8_BLOCK_SIZES = (64, 128, 256), (64, 128)
+
+
+def _float_pages(call: Call) -> bool:
+    return call.dtype is None or jnp.dtype(call.dtype) in (jnp.bfloat16, jnp.float16)
+
+
+def _int8_pages(call: Call) -> bool:
+    return call.dtype is not None and jnp.dtype(call.dtype) == jnp.int8
 
 
 # What must hold, and the reason if it does not, in order. Unknown properties count as fitting.
@@ -40,10 +59,49 @@ _REQUIREMENTS: dict[str, tuple[tuple[Callable[[Call], bool], str], ...]] = {
             "it needs an NVIDIA GPU and the platform is {platform!r}",
         ),
         (
-            lambda call: (call.compute_capability or "").split(".")[0] == "9",
-            "it needs compute capability 9.x (Hopper), the device has {compute_capability!r}",
+            lambda call: call.compute_capability is not None and call.compute_capability[0] == 9,
+            "it needs compute capability 9.x (Hopper), the device has {compute_capability}",
         ),
-        (lambda call: False, "the kernel is not there yet"),
+        (
+            lambda call: call.head_dim in (None, *HEAD_DIMS),
+            f"head_dim {{head_dim}} is none of {HEAD_DIMS}",
+        ),
+        (
+            lambda call: call.block_size in (None, *BLOCK_SIZES),
+            f"block size {{block_size}} is none of {BLOCK_SIZES}",
+        ),
+        (
+            lambda call: call.group is None or call.group <= 16,
+            "{group} query heads share a KV head, more than 16",
+        ),
+        (
+            lambda call: _float_pages(call) or _int8_pages(call),
+            "pages of {dtype} are neither bfloat16 nor float16 nor int8",
+        ),
+        (
+            lambda call: (
+                call.query_dtype is None
+                or (
+                    call.dtype is None or jnp.dtype(call.dtype) == jnp.dtype(call.query_dtype)
+                    if _float_pages(call)
+                    else jnp.dtype(call.query_dtype) in (jnp.bfloat16, jnp.float16)
+                )
+            ),
+            "queries of {query_dtype} do not fit pages of {dtype}",
+        ),
+        (
+            lambda call: not _int8_pages(call) or call.form in (None, "decode"),
+            "prefill reads no int8 pages yet",
+        ),
+        (
+            lambda call: not _int8_pages(call) or call.head_dim in (None, *_INT8_HEAD_DIMS),
+            f"of int8 pages, head_dim {{head_dim}} is none of {_INT8_HEAD_DIMS}",
+        ),
+        (
+            # A copy of a page's scales must fill whole pieces of 128 bytes of shared memory.
+            lambda call: not _int8_pages(call) or call.block_size in (None, *_INT8_BLOCK_SIZES),
+            f"of int8 pages, block size {{block_size}} is none of {_INT8_BLOCK_SIZES}",
+        ),
     ),
     "xla": (),
     "reference": (),
@@ -56,49 +114,62 @@ def supports(
     head_dim: int | None = None,
     block_size: int | None = None,
     dtype: DTypeLike | None = None,
+    query_dtype: DTypeLike | None = None,
     group: int | None = None,
+    form: Form | None = None,
     platform: str | None = None,
-    compute_capability: str | None = None,
+    compute_capability: tuple[int, int] | None = None,
 ) -> tuple[bool, str]:
     """Whether an implementation can run, and the reason if not.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
-      head_dim: of the pages.
+      head_dim: of the pages. This and the next five: None where the answer is for any.
       block_size: tokens in a page.
       dtype: of the pages.
+      query_dtype: of the queries.
       group: query heads per KV head.
-      platform: "cpu", "gpu" or "cuda"; JAX's default backend when None.
-      compute_capability: of the GPU, as in "9.0"; the first device's when None.
+      form: "decode" (one query of each sequence) or "prefill".
+      platform: "cpu", "gpu" or "cuda"; None for the device that is traced for.
+      compute_capability: of the GPU, as in (9, 0); None likewise.
 
     Example:
       >>> from pallas_kernels.paged_attention import supports
       >>> supports("xla", head_dim=128)
       (True, '')
-      >>> supports("mosaic_gpu", platform="gpu", compute_capability="8.0")[1]
-      "it needs compute capability 9.x (Hopper), the device has '8.0'; use 'xla'"
+      >>> supports("mosaic_gpu", platform="gpu", compute_capability=(8, 0))[1]
+      "it needs compute capability 9.x (Hopper), the device has (8, 0); use 'xla'"
     """
     if implementation not in _REQUIREMENTS:
         return False, f"unknown implementation {implementation!r}; one of {IMPLEMENTATIONS}"
-    platform = platform or jax.default_backend()
-    compute_capability = compute_capability or _compute_capability(platform)
-    call = Call(platform, compute_capability, head_dim, block_size, dtype, group)
+    here, capability = target.current()
+    platform = platform or here
+    if compute_capability is None and platform in ("gpu", "cuda"):
+        compute_capability = capability
+    call = Call(platform, compute_capability, head_dim, block_size, dtype, query_dtype, group, form)
+    names = {
+        name: jnp.dtype(value).name if "dtype" in name and value is not None else value
+        for name, value in call._asdict().items()
+    }
     for holds, reason in _REQUIREMENTS[implementation]:
         if not holds(call):
-            return False, f"{reason.format_map(call._asdict())}; use 'xla'"
+            return False, f"{reason.format_map(names)}; use 'xla'"
     return True, ""
 
 
-def choose(implementation: str | None, **call) -> str:
+def choose(implementation: str | None, *, interpret: bool, **call: Any) -> str:
     """The named implementation if it runs, or the first that does.
 
     Args:
       implementation: one of `IMPLEMENTATIONS` or None.
+      interpret: GPU kernels run interpreted, as if on a Hopper GPU.
       **call: of `supports`.
 
     Raises:
       NotImplementedError: the named implementation cannot run, with the reason.
     """
+    if interpret:
+        call |= dict(platform="gpu", compute_capability=(9, 0))
     if implementation is not None:
         runs, reason = supports(implementation, **call)
         if not runs:
@@ -107,7 +178,7 @@ def choose(implementation: str | None, **call) -> str:
     runs, reason = supports("mosaic_gpu", **call)
     if runs:
         return "mosaic_gpu"
-    if (_compute_capability(jax.default_backend()) or "")[:1].isdigit():  # ROCm has "gfx90a" there
+    if target.current()[1] is not None:
         _warn_once(reason)
     return "xla"
 
@@ -120,10 +191,3 @@ def _warn_once(reason: str) -> None:
         PagedAttentionFallbackWarning,
         stacklevel=4,
     )
-
-
-def _compute_capability(platform: str) -> str | None:
-    """Of the first device, if that is what `platform` names."""
-    if platform not in ("gpu", "cuda") or jax.default_backend() != "gpu":
-        return None
-    return getattr(jax.devices()[0], "compute_capability", None)

@@ -64,7 +64,7 @@ def make(
         tables[s, : first // block : 2] = 0
         tables[s, first // block : need[s]] = order[at + first // block : at + need[s]]
         at += need[s]
-        kv = rng.normal(0, 1, (2, n, kv_heads, dim)).astype(np.float32)
+        kv = rng.normal(0, 1, (2, n, kv_heads, dim)).astype(dtype).astype(np.float32)
         held = kv
         if scales is not None:
             held, row = quantise(kv, scale_dtype)

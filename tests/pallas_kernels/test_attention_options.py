@@ -1,7 +1,5 @@
 """Windows, soft caps, sinks, the log-sum-exp and int8 pages, each against the dense oracle."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,24 +1,46 @@
+import itertools
 import warnings
 
-import jax
+import jax.numpy as jnp
 import pytest
 from cases import make, run
 
+from pallas_kernels import target
 from pallas_kernels.paged_attention import PagedAttentionFallbackWarning, support, supports
 
+HOPPER = dict(platform="gpu", compute_capability=(9, 0))
 
-@pytest.mark.parametrize(("device", "reason"), [
+
+@pytest.mark.parametrize(("call", "reason"), [
     (dict(platform="cpu"), "needs an NVIDIA GPU and the platform is 'cpu'"),
-    (dict(platform="gpu", compute_capability="8.9"), "9.x (Hopper), the device has '8.9'"),
-    (dict(platform="cuda", compute_capability="10.0"), "the device has '10.0'"),
-    (dict(platform="gpu", compute_capability="gfx90a"), "the device has 'gfx90a'"),
+    (dict(platform="gpu", compute_capability=(8, 9)), "9.x (Hopper), the device has (8, 9)"),
+    (dict(platform="cuda", compute_capability=(10, 0)), "the device has (10, 0)"),
+    (HOPPER | dict(head_dim=72), "head_dim 72 is none of (64, 80, 96, 128, 256)"),
+    (HOPPER | dict(block_size=24), "block size 24 is none of (8, 16, 32, 64, 128)"),
+    (HOPPER | dict(group=17), "17 query heads share a KV head"),
+    (HOPPER | dict(dtype=jnp.float32), "pages of float32 are neither"),
+    (HOPPER | dict(dtype=jnp.bfloat16, query_dtype=jnp.float32), "queries of float32 do not fit"),
+    (HOPPER | dict(dtype=jnp.int8, query_dtype=jnp.float32), "queries of float32 do not fit"),
+    (HOPPER | dict(dtype=jnp.int8, form="prefill"), "prefill reads no int8 pages"),
+    (HOPPER | dict(dtype=jnp.int8, head_dim=96), "of int8 pages, head_dim 96"),
+    (HOPPER | dict(dtype=jnp.int8, block_size=16), "of int8 pages, block size 16"),
 ])  # fmt: skip
-def test_the_gpu_kernel_says_why_not(device, reason):
-    runs, why = supports("mosaic_gpu", **device)
+def test_the_gpu_kernel_says_why_not(call, reason):
+    runs, why = supports("mosaic_gpu", **call)
     assert not runs
     assert reason in why
     for name in ("xla", "reference"):
-        assert supports(name, **device) == (True, "")
+        assert supports(name, **call) == (True, "")
+
+
+def test_the_gpu_kernel_runs_on_hopper():
+    float_pages = dict(dtype=jnp.bfloat16, query_dtype=jnp.bfloat16)
+    for head_dim, block_size in itertools.product(support.HEAD_DIMS, support.BLOCK_SIZES):
+        call = dict(head_dim=head_dim, block_size=block_size, group=16, **HOPPER, **float_pages)
+        assert supports("mosaic_gpu", **call) == (True, "")
+    int8_pages = dict(dtype=jnp.int8, query_dtype=jnp.bfloat16, form="decode")
+    call = dict(head_dim=128, block_size=64, **HOPPER, **int8_pages)
+    assert supports("mosaic_gpu", **call) == (True, "")
 
 
 def test_an_unknown_name():
@@ -26,32 +48,33 @@ def test_an_unknown_name():
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """Makes JAX name another backend, with a first device of some compute capability."""
-
-    def pretend(backend, compute_capability):
-        monkeypatch.setattr(jax, "default_backend", lambda: backend)
-        monkeypatch.setattr(support, "_compute_capability", lambda _: compute_capability)
-        support._warn_once.cache_clear()
-
-    yield pretend
+def device():
+    """Traces as if for a device of some platform and compute capability."""
+    support._warn_once.cache_clear()
+    yield target.compile_for
     support._warn_once.cache_clear()
 
 
 def test_another_gpu_falls_back_and_says_so_once(device):
-    device("gpu", "8.0")
-    with pytest.warns(PagedAttentionFallbackWarning, match=r"the device has '8\.0'\. It runs"):
-        assert support.choose(None) == "xla"
-    assert support.choose(None) == "xla"  # a second warning would be an error
-    assert support.choose("xla") == "xla"
+    with device("gpu", (8, 0)):
+        with pytest.warns(
+            PagedAttentionFallbackWarning, match=r"the device has \(8, 0\)\. It runs"
+        ):
+            assert support.choose(None, interpret=False) == "xla"
+        assert support.choose(None, interpret=False) == "xla"  # a second warning would be an error
+        assert support.choose("xla", interpret=False) == "xla"
 
 
-@pytest.mark.parametrize(("backend", "capability"), [("cpu", None), ("gpu", "gfx90a")])
-def test_nobody_is_told_where_there_is_no_cuda_device(device, backend, capability):
-    device(backend, capability)
-    with warnings.catch_warnings():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])  # AMD's has no pair of numbers
+def test_nobody_is_told_where_there_is_no_cuda_device(device, platform):
+    with device(platform), warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert support.choose(None) == "xla"
+        assert support.choose(None, interpret=False) == "xla"
+
+
+def test_hopper_takes_the_kernel(device):
+    with device("gpu", (9, 0)):
+        assert support.choose(None, interpret=False, head_dim=128, block_size=16) == "mosaic_gpu"
 
 
 def test_the_default_runs():

@@ -1,0 +1,42 @@
+"""The GPU form of paged attention: the decode or the prefill kernel, and what joins their outputs.
+
+Data movement: none of its own beyond the outputs of splits, which are read once and merged, and a
+sink, which scales the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.decode_gpu import decode_gpu, num_splits
+from pallas_kernels.paged_attention.merge import merge_attention, with_sinks
+from pallas_kernels.paged_attention.prefill_gpu import prefill_gpu
+
+
+def attend_gpu(
+    q, kv_pages, kv_scales, tables, lens, query_start, sinks,
+    *, layer, scale, window, soft_cap, max_query_len, interpret,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(out [T, Hq, D], lse f32[T, Hq]); arguments checked, table entries in the pool."""
+    lens = jnp.minimum(lens, tables.shape[1] * kv_pages.shape[4])
+    options: dict[str, Any] = dict(
+        layer=layer, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret
+    )
+    if max_query_len == 1:
+        lens = jnp.where(query_start[1:] > query_start[:-1], lens, 0)
+        width = tables.shape[1] * kv_pages.shape[4]
+        seen = width if window is None else min(width, window)
+        splits = num_splits(len(q), kv_pages.shape[3], seen)
+        outs, lses = decode_gpu(
+            q, kv_pages, tables, lens, kv_scales=kv_scales, splits=splits, **options
+        )
+        if splits == 1:
+            out, lse = outs[0, 0], lses[0]
+        else:
+            out, lse = merge_attention(outs.astype(jnp.float32).sum(axis=1), lses)
+    else:
+        out, lse = prefill_gpu(q, kv_pages, tables, lens, query_start, **options)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)

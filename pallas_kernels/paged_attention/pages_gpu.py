@@ -1,0 +1,260 @@
+"""How pages come to the GPU kernels: the memory warpgroup that both of them share.
+
+Data movement: page ids come from the block table as scalars, before the wait that hides their
+latency; each page's tokens of one (layer, K or V, head) are one TMA copy into a stage of a
+shared-memory ring, several copies to a stage of small blocks. No page outside the part of the
+sequence that is seen is touched. Slots of V that hold no token are set to zero, since a weight of 0
+does not undo a NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layout import page_row, page_rows
+
+TILE = 64  # tokens of a stage
+MASKED = -1e30  # finite, so that a fully masked tile leaves no NaN behind
+LOG2E = math.log2(math.e)
+# Layouts are named where they matter; inferring them takes minutes for kernels of this size.
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+def binary_logits(products, scale: float, soft_cap: float | None):
+    """Logits for a softmax in powers of 2, from the products of queries and keys."""
+    if soft_cap is None:
+        return products * (scale * LOG2E)
+    return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
+
+
+def swizzle_of(row_bytes: int) -> int:
+    """Bytes of the widest shared-memory swizzle that fits rows of so many bytes."""
+    return next(s for s in (128, 64, 32) if row_bytes % s == 0)
+
+
+def tiled(shape, dtype, swizzle):
+    """Shared memory in the form that TMA writes and wgmma reads."""
+    tiling: Any = plgpu.TilingTransform  # abstract by its types alone
+    swizzling: Any = plgpu.SwizzleTransform
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzling(swizzle)))
+
+
+def accumulator(shape):
+    """Registers for the sums of a wgmma, float32."""
+    return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def store(ref, value) -> None:
+    """A store whose bank conflicts do not matter: JAX from 0.12 on wants to be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+class Ring(NamedTuple):
+    """Shared memory and barriers of the stages through which pages come.
+
+    Attributes:
+      k: [stages, TILE, columns] of the pages' dtype.
+      v: likewise.
+      k_scales: [stages, TILE]; unused unless the pages are quantised.
+      v_scales: likewise.
+      k_ready: one barrier a stage, a copy each that fills it.
+      v_ready: likewise.
+      edge_ready: of the first and the last tile's V, if these have slots to be cleared.
+      k_free: one barrier a stage, an arrival from each warpgroup that reads it.
+      v_free: likewise.
+    """
+
+    k: Any
+    v: Any
+    k_scales: Any
+    v_scales: Any
+    k_ready: Any
+    v_ready: Any
+    edge_ready: Any
+    k_free: Any
+    v_free: Any
+
+
+class Span(NamedTuple):
+    """The part of a sequence that a thread block sees.
+
+    Attributes:
+      sequence: row of the block table.
+      head: of K and V.
+      first: first token that any of its queries sees.
+      end: end of the tokens that they see.
+      length: tokens of the sequence: behind them slots hold nothing.
+      from_tile: its tiles, of TILE tokens from the sequence's start on.
+      to_tile: their end.
+    """
+
+    sequence: Any
+    head: Any
+    first: Any
+    end: Any
+    length: Any
+    from_tile: Any
+    to_tile: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PageReader:
+    """The pages of one layer, and how a ring of stages is filled from them.
+
+    Attributes:
+      rows: the pool as [rows, block_size, head_dim], see `layout`.
+      scales: of quantised pages [rows, block_size]; a stand-in otherwise.
+      quantised: whether there are scales.
+      layer: of the pool.
+      pool_shape: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+      stages: of the ring.
+    """
+
+    rows: jax.Array
+    scales: jax.Array
+    quantised: bool
+    layer: int
+    pool_shape: tuple[int, ...]
+    stages: int
+
+    @classmethod
+    def of(cls, kv_pages, kv_scales, layer: int, stages: int) -> PageReader:
+        """Of a pool."""
+        quantised = kv_scales is not None
+        scales = kv_scales.reshape(-1, kv_scales.shape[-1]) if quantised else jnp.zeros((1, 32))
+        return cls(page_rows(kv_pages), scales, quantised, layer, kv_pages.shape, stages)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a page."""
+        return self.pool_shape[4]
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens that one copy brings."""
+        return min(self.block_size, TILE)
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a stage, each of K and V."""
+        return TILE // self.page_tokens
+
+    def scratch(self, columns: int, swizzle: int, readers: int) -> Ring:
+        """The types of a ring that `readers` warpgroups read."""
+        dtype, stages = self.rows.dtype, self.stages
+        ring = tiled((stages, TILE, columns), dtype, swizzle)
+        nothing = (1, 32)
+        scales = plgpu.SMEM((stages, TILE) if self.quantised else nothing, self.scales.dtype)
+        arriving = self.copies * (2 if self.quantised else 1)
+        ready = plgpu.Barrier(num_arrivals=arriving, num_barriers=stages)
+        edges = plgpu.Barrier(num_arrivals=self.copies, num_barriers=2)
+        free = plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
+        return Ring(ring, ring, scales, scales, ready, ready, edges, free, free)
+
+    def slot(self, tile, span: Span):
+        """Stage of a tile."""
+        return lax.rem(tile - span.from_tile, jnp.int32(self.stages))
+
+    def run(self, rows_ref, scales_ref, tables_ref, ring: Ring, span: Span) -> None:
+        """The memory warpgroup's work: brings all tiles of the span, in order."""
+        for i in range(self.stages):
+            at = span.from_tile + i
+            pl.when(at < span.to_tile)(
+                lambda at=at: self._fetch(
+                    at, self._sources(at, tables_ref, span), rows_ref, scales_ref, ring, span
+                )
+            )
+        if not self.quantised:  # codes are no NaN, and scales are masked
+            some = span.from_tile < span.to_tile
+            pl.when(some & self._is_edge(span.from_tile, span))(
+                lambda: self._clear(span.from_tile, ring, span)
+            )
+
+        def refill(i, _):
+            at, slot = i + self.stages, self.slot(i, span)
+            sources = self._sources(at, tables_ref, span)  # the wait hides the table's latency
+            plgpu.barrier_wait(ring.k_free.at[slot])
+            plgpu.barrier_wait(ring.v_free.at[slot])
+            self._fetch(at, sources, rows_ref, scales_ref, ring, span)
+
+        refills = jnp.maximum(span.to_tile - self.stages, span.from_tile)
+        lax.fori_loop(span.from_tile, refills, refill, None)
+        last = span.to_tile - 1
+        if not self.quantised:
+            pl.when((last > span.from_tile) & self._is_edge(last, span))(
+                lambda: self._clear(last, ring, span)
+            )
+
+    def _sources(self, tile, tables_ref, span: Span):
+        """(block, first token in it) of a stage's copies; a block that is needed anyway in the
+        place of one that is not."""
+        size = jnp.int32(self.block_size)
+        first_page, last_page = lax.div(span.first, size), lax.div(span.end - 1, size)
+        found = []
+        for c in range(self.copies):
+            at = tile * TILE + c * self.page_tokens
+            block = tables_ref[span.sequence, jnp.clip(lax.div(at, size), first_page, last_page)]
+            found.append((block, lax.rem(at, size)))
+        return found
+
+    def _fetch(self, tile, sources, rows_ref, scales_ref, ring: Ring, span: Span) -> None:
+        slot = self.slot(tile, span)
+        head_dim = self.pool_shape[5]
+
+        def copy(k_or_v, smem, smem_scales, ready):
+            for c, (block, offset) in enumerate(sources):
+                row = page_row(self.pool_shape, block, self.layer, k_or_v, span.head)
+                page, scales = rows_ref.at[row], scales_ref.at[row]
+                if self.block_size > TILE:
+                    part = pl.ds(offset, TILE)
+                    page, scales = page.at[part], scales.at[part]
+                to = pl.ds(c * self.page_tokens, self.page_tokens)
+                plgpu.copy_gmem_to_smem(page, smem.at[slot, to, pl.ds(0, head_dim)], ready)
+                if self.quantised:
+                    plgpu.copy_gmem_to_smem(scales, smem_scales.at[slot, to], ready)
+
+        copy(0, ring.k, ring.k_scales, ring.k_ready.at[slot])
+        if self.quantised:
+            copy(1, ring.v, ring.v_scales, ring.v_ready.at[slot])
+        else:
+            edge = self._is_edge(tile, span)
+            cleared = ring.edge_ready.at[self._edge(tile, span)]
+            pl.when(edge)(lambda: copy(1, ring.v, None, cleared))
+            pl.when(~edge)(lambda: copy(1, ring.v, None, ring.v_ready.at[slot]))
+
+    def _is_edge(self, tile, span: Span):
+        """Whether slots of the tile may hold no token: only of the first and the last."""
+        return (tile * TILE < span.first) | ((tile + 1) * TILE > span.length)
+
+    def _edge(self, tile, span: Span):
+        return jnp.where(tile == span.from_tile, jnp.int32(0), jnp.int32(1))
+
+    def _clear(self, tile, ring: Ring, span: Span) -> None:
+        """Zeros in V where no token is: a weight of 0 does not undo a NaN. This warpgroup does it,
+        since the registers of those that compute are full."""
+        slot = self.slot(tile, span)
+        plgpu.barrier_wait(ring.edge_ready.at[self._edge(tile, span)])
+        itemsize = self.rows.dtype.itemsize
+        columns = swizzle_of(self.pool_shape[5] * itemsize) // itemsize
+        for c in range(0, self.pool_shape[5], columns):
+            part = ring.v.at[slot, :, pl.ds(c, columns)]
+            held = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            iota = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
+            token = tile * TILE + iota
+            some = (token >= span.first) & (token < span.length)
+            part[...] = jnp.where(some, held, jnp.zeros_like(held))
+        plgpu.commit_smem()
+        for _ in range(self.copies):
+            plgpu.barrier_arrive(ring.v_ready.at[slot])

@@ -1,0 +1,124 @@
+"""The Mosaic GPU kernels, interpreted on the CPU with races detected, against the dense oracle.
+
+Unused slots hold NaN throughout, and unused table entries point anywhere. Each grid block costs
+about a millisecond, so that shapes are small and chosen to reach each branch.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import make, oracle_with_lse, run
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import decode_gpu, mosaic_gpu
+from pallas_kernels.paged_attention.decode_gpu import num_splits
+
+RACES = plgpu.InterpretGPUParams(detect_races=True)
+SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
+
+
+def check(case, tolerance=2e-2, **options):
+    """Output within bf16's rounding, the log-sum-exp (of float32 products) far closer."""
+    out, lse = run(case, "mosaic_gpu", interpret=RACES, return_lse=True, **options)
+    want, want_lse = oracle_with_lse(case, **options)
+    np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, rtol=1e-4)
+
+
+def paged(lens, counts=None, *, dtype=jnp.bfloat16, dim=128, block=16, heads=4, kv_heads=1, **more):
+    """A decode step, or a prefill step of so many queries each."""
+    return make(
+        lens, counts or [1] * len(lens), dtype=dtype, dim=dim, block=block, heads=heads,
+        kv_heads=kv_heads, fill=np.nan, max_query_len=None if counts else 1, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_splits(monkeypatch):
+    """As many as the test says; on a GPU, as many as fill it."""
+    monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 1)
+
+
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
+def test_decode_blocks(block):
+    check(paged([150, 1, 64, 0], block=block))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 256])
+def test_decode_head_dims(dim):
+    check(paged([100, 70], dim=dim))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 1), (14, 2), (16, 1), (1, 1)])
+def test_decode_groups(heads, kv_heads):
+    check(paged([70, 9], dim=64, heads=heads, kv_heads=kv_heads))
+
+
+def test_decode_of_float16():
+    check(paged([100, 3], dtype=jnp.float16), tolerance=5e-3)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7])
+def test_decode_splits(splits, monkeypatch):
+    """More than there are tiles, too: splits without one add nothing."""
+    monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: splits)
+    check(paged([300, 64, 5], dim=64))
+
+
+@pytest.mark.parametrize("options", [
+    dict(window=33), dict(window=1), dict(soft_cap=1.5), dict(sinks=SINKS),
+    dict(window=70, soft_cap=2.0, sinks=SINKS),
+])  # fmt: skip
+def test_decode_options(options, monkeypatch):
+    if "soft_cap" in options:
+        monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 2)
+    check(paged([150, 20, 128], dim=64, window=options.get("window")), **options)
+
+
+@pytest.mark.parametrize(("dim", "scale_dtype"), [
+    (64, jnp.float32), (128, jnp.bfloat16), (256, jnp.float32)
+])  # fmt: skip
+def test_decode_int8(dim, scale_dtype):
+    check(paged([150, 3], dim=dim, block=64, scale_dtype=scale_dtype))
+
+
+def test_decode_int8_of_large_blocks_with_options(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 2)
+    case = paged([200, 40], dim=64, block=128, scale_dtype=jnp.float32, window=90)
+    check(case, window=90, sinks=SINKS)
+
+
+@pytest.mark.parametrize("block", [8, 16, 64, 128])
+def test_prefill_blocks(block):
+    check(paged([100, 20, 9], [80, 20, 0], block=block, heads=2, dim=64, padding_tokens=7))
+
+
+@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+def test_prefill_head_dims(dim):
+    check(paged([90], [70], dim=dim, heads=1))
+
+
+def test_prefill_tiles_of_two_warpgroups():
+    """130 queries: a whole tile, the ragged end of it, and a neighbour that must stay whole."""
+    check(paged([150, 64], [130, 64], dim=64, heads=2, kv_heads=2))
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_prefill_options(dim):
+    options = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
+    check(paged([200, 30], [140, 30], dim=dim, heads=1, window=50), **options)
+
+
+def test_prefill_of_a_few_queries_behind_a_prefix():
+    check(paged([130, 67], [3, 1], dim=64))
+
+
+def test_an_interpreted_call_is_checked_like_any_other():
+    with pytest.raises(NotImplementedError, match="block size 4 is none of"):
+        run(paged([9], block=4), "mosaic_gpu", interpret=RACES)
+
+
+def test_splits_fill_the_gpu_and_no_more():
+    assert num_splits(1, 8, 131072) * 8 >= decode_gpu.SLOTS
+    assert num_splits(1, 1, 40) == 1  # one tile
+    assert num_splits(100_000, 8, 131072) == 1
