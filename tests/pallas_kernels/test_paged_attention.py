@@ -3,8 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import make, oracle, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import paged_attention, supports
 
@@ -186,16 +184,3 @@ def test_memory_does_not_grow_with_the_table():
 
     tables_alone = 4 * 4 * 2048 * 4  # a few i32 copies of the wider table
     assert temp(2048) - temp(64) < tables_alone
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
-    st.sampled_from([1, 3, 4, 16]),
-    st.integers(0, 5),
-)
-def test_any_ragged_batch(pairs, block, seed):
-    lens = [max(a, b) for a, b in pairs]
-    counts = [min(a, b) for a, b in pairs]
-    case = make(lens, counts, block=block, seed=seed, fill=np.nan)
-    np.testing.assert_allclose(run(case), oracle(case), atol=5e-5)
