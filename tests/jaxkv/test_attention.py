@@ -12,8 +12,8 @@ from jaxkv.reports import Plan
 from jaxkv.state import Batch, apply_plan, init_state
 
 CONFIG = jaxkv.CacheConfig(
-    num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=6, block_size=4, max_seqs=2, max_blocks_per_seq=3,
-    dtype="float32",
+    num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=6, block_size=4, max_seqs=2,
+    max_blocks_per_seq=3, dtype="float32",
 )  # fmt: skip
 OPTIONS = dict(window=3, soft_cap=1.5, sinks=jnp.array([0.5, -1.0, 2.0, 0.0]), scale=0.3)
 
