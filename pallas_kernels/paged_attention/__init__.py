@@ -177,9 +177,8 @@ def paged_attention(
         # Where it is used: Pallas's GPU support is half a second that others need not wait for.
         from pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
 
-        out, lse = attend_gpu(
-            *args, **options, max_query_len=max_query_len, interpret=interpret or False
-        )
+        options |= dict(layer=jnp.int32(layer), max_query_len=max_query_len)
+        out, lse = attend_gpu(*args, **options, interpret=interpret or False)
         return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
     if max_query_len == 1:
         out, *lse = decode_xla(*args, **options, return_lse=return_lse)

@@ -30,6 +30,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     PARAMS,
     TILE,
     PageReader,
+    Pages,
     Ring,
     Span,
     accumulator,
@@ -95,7 +96,8 @@ def decode_gpu(
 ):  # fmt: skip
     """Partial attentions of the splits: out [splits, parts, S, Hq, D], lse f32[splits, S, Hq].
 
-    q [S, Hq, D]; kv_pages [N, L, 2, H, B, D]; tables i32[S, M], ids in the pool; lens i32[S].
+    q [S, Hq, D]; kv_pages [N, L, 2, H, B, D]; tables i32[S, M], ids in the pool; lens i32[S];
+    layer i32[].
     Of several splits each output is the sum of two parts in q's dtype, whose rounding the merge
     therefore does not see: the transposed store to shared memory exists for 16 bits only.
     """
@@ -127,7 +129,7 @@ def decode_gpu(
         to_tile = jnp.minimum(from_tile + share, end_tile)
         return Span(s, h, first, end, end, from_tile, to_tile)
 
-    def kernel(q_ref, rows_ref, scales_ref, tables_ref, lens_ref, out_ref, lse_ref,
+    def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, out_ref, lse_ref,
                q_smem, p_smem, k_operand, v_operand, out_smem, lse_smem, q_ready,
                *ring):  # fmt: skip
         split, s, h = lax.axis_index("split"), lax.axis_index("s"), lax.axis_index("h")
@@ -217,7 +219,7 @@ def decode_gpu(
 
         @pl.when(role == 1)
         def memory():
-            reader.run(rows_ref, scales_ref, tables_ref, ring, span)
+            reader.run(Pages(rows_ref, scales_ref, layer_ref, tables_ref), ring, span)
 
     converted = tiled((TILE, columns), q.dtype, operand_swizzle)
     if not quantised:
@@ -241,7 +243,7 @@ def decode_gpu(
         ],
         compiler_params=PARAMS,
         interpret=interpret,
-    )(q, reader.rows, reader.scales, tables, lens)  # fmt: skip
+    )(q, *reader.operands, tables, lens)  # fmt: skip
     first = group * np.arange(num_seqs * num_kv_heads)
     column = (first - np.minimum(first, last_start))[:, None] + np.arange(group)
     lse = jnp.take_along_axis(lse.reshape(splits, -1, heads), jnp.asarray(column)[None], axis=2)

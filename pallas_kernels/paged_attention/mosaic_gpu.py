@@ -6,6 +6,7 @@ sink, which scales the output.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,11 +17,17 @@ from pallas_kernels.paged_attention.merge import merge_attention, with_sinks
 from pallas_kernels.paged_attention.prefill_gpu import prefill_gpu
 
 
+@functools.partial(
+    jax.jit, static_argnames=("scale", "window", "soft_cap", "max_query_len", "interpret")
+)
 def attend_gpu(
     q, kv_pages, kv_scales, tables, lens, query_start, sinks,
     *, layer, scale, window, soft_cap, max_query_len, interpret,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(out [T, Hq, D], lse f32[T, Hq]); arguments checked, table entries in the pool."""
+    """(out [T, Hq, D], lse f32[T, Hq]); arguments checked, table entries in the pool.
+
+    A jitted function of its own, so that it is traced and compiled once for all layers.
+    """
     lens = jnp.minimum(lens, tables.shape[1] * kv_pages.shape[4])
     options: dict[str, Any] = dict(
         layer=layer, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret

@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     PARAMS,
     TILE,
     PageReader,
+    Pages,
     Ring,
     Span,
     accumulator,
@@ -60,7 +61,7 @@ def prefill_gpu(
     """out [T, Hq, D] in q's dtype and lse f32[T, Hq].
 
     q [T, Hq, D]; kv_pages [N, L, 2, H, B, D]; tables i32[S, M], ids in the pool; lens i32[S];
-    query_start i32[S + 1].
+    query_start i32[S + 1]; layer i32[].
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs, num_kv_heads = len(lens), kv_pages.shape[3]
@@ -82,8 +83,9 @@ def prefill_gpu(
     lens = jnp.concatenate([lens, jnp.zeros(1, jnp.int32)])  # of the padding
     int32 = jnp.int32
 
-    def kernel(q_ref, rows_ref, scales_ref, tables_ref, lens_ref, seq_ref, first_ref, end_ref,
-               out_ref, lse_ref, q_smem, p_smem, out_smem, lse_smem, q_ready, *ring):  # fmt: skip
+    def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, seq_ref, first_ref,
+               end_ref, out_ref, lse_ref, q_smem, p_smem, out_smem, lse_smem, q_ready,
+               *ring):  # fmt: skip
         ring = Ring(*ring)
         tile, head = lax.axis_index("tile"), lax.axis_index("head")
         role = lax.axis_index("role")
@@ -189,7 +191,7 @@ def prefill_gpu(
             for rows in range(row_groups):
                 queries = pl.ds(start + rows * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(q_ref.at[queries, head], q_smem.at[rows], q_ready.at[rows])
-            reader.run(rows_ref, scales_ref, tables_ref, ring, span)
+            reader.run(Pages(rows_ref, scales_ref, layer_ref, tables_ref), ring, span)
 
     operand = swizzle_of(head_dim * q.dtype.itemsize)
     out, lse = plgpu.kernel(
@@ -210,7 +212,7 @@ def prefill_gpu(
         ],
         compiler_params=PARAMS,
         interpret=interpret,
-    )(q, reader.rows, reader.scales, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
+    )(q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
     # Row of each token: its tile in the order of the tiles, its place in the tile.
     t = jnp.arange(num_tokens, dtype=int32)
     tile = jnp.searchsorted(jnp.maximum(tile_first, 0), t, side="right") - 1
