@@ -15,12 +15,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TextIO
@@ -98,11 +98,11 @@ def compile_all(jobs: Sequence[tuple[str, str]]) -> Iterator[Row]:
 
 def main() -> None:
     """The process that compiles: pickled rows on standard output."""
-    waiting = deque(json.loads(sys.argv[1]))
+    waiting = json.loads(sys.argv[1])
     every, running = programs(), {}
     while waiting or running:
         while waiting and len(running) < min(_AT_ONCE, os.cpu_count() or 1):
-            target, name = waiting.popleft()
+            target, name = waiting.pop()  # from the end, where the whole models are: longest first
             job = _Job(Target.load(target), every[name])
             running[job.process.sentinel] = job
         for sentinel in multiprocessing.connection.wait(running):
@@ -131,8 +131,10 @@ class _Job:
         except EOFError:
             self.process.join()
             self._log.seek(0)
-            last = (self._log.read().strip() or "it printed nothing").splitlines()[-1]
-            died = f"the compiler died with {self.process.exitcode}: {last}"
+            printed = self._log.read().strip().splitlines() or ["it printed nothing"]
+            # A stack trace may follow what LLVM or XLA had to say.
+            said = [line for line in printed if re.search(r"\b(ERROR|FATAL|Check failed)\b", line)]
+            died = f"the compiler died with {self.process.exitcode}: {(said or printed)[-1]}"
             return dataclasses.replace(self._empty, error=died)
 
 
