@@ -32,16 +32,23 @@ _MODELS = {
 }  # fmt: skip
 _MODEL_OF_HEAD_DIM = {config.head_dim: config for config in _MODELS.values()}
 
-# form, head_dim (whose model gives the numbers of heads), block size, dtype of the pool
+# form, head_dim (whose model gives the numbers of heads), block size, dtype of pool and queries
 _KERNELS: tuple[tuple[Form, int, int, str], ...] = (
     ("decode", 64, 16, "bfloat16"),
     ("decode", 64, 64, "bfloat16"),
     ("decode", 128, 16, "bfloat16"),
     ("decode", 128, 64, "bfloat16"),
+    ("decode", 80, 16, "bfloat16"),
+    ("decode", 96, 16, "bfloat16"),
+    ("decode", 256, 16, "bfloat16"),
+    ("decode", 128, 16, "float16"),
     ("prefill", 64, 16, "bfloat16"),
     ("prefill", 64, 64, "bfloat16"),
     ("prefill", 128, 16, "bfloat16"),
     ("prefill", 128, 64, "bfloat16"),
+    ("prefill", 80, 16, "bfloat16"),
+    ("prefill", 96, 16, "bfloat16"),
+    ("prefill", 256, 16, "bfloat16"),
 )
 _MAX_LEN = 2048  # of each of 64 sequences: the pool is far larger than all else that a step holds
 _DECODE_SEQS = 64
@@ -89,7 +96,8 @@ def programs() -> dict[str, Program]:
 
 def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
     """K and V of a step's tokens into the pool, and attention, in one layer of several."""
-    config = dataclasses.replace(_MODEL_OF_HEAD_DIM[head_dim], num_layers=_KERNEL_LAYERS)
+    like = _MODEL_OF_HEAD_DIM.get(head_dim, _MODELS["Llama-3-8B"])
+    config = dataclasses.replace(like, head_dim=head_dim, num_layers=_KERNEL_LAYERS)
     cache = _cache(config, block_size, dtype)
 
     def step(state, q, k, v, batch):
@@ -98,7 +106,7 @@ def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
     def build(mesh: Mesh):
         batch = _batch(form)
         q, kv = (
-            jax.ShapeDtypeStruct((len(batch.rows), heads, head_dim), jnp.bfloat16)
+            jax.ShapeDtypeStruct((len(batch.rows), heads, head_dim), dtype)
             for heads in (config.num_heads, config.num_kv_heads)
         )
         return step, _on(mesh, (_state(cache), q, kv, kv, batch))

@@ -15,6 +15,7 @@ goes out without a padded copy; splits leave float32 partial outputs that `merge
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -52,14 +53,15 @@ class DecodeShape:
 
     Attributes:
       heads: columns of the products: the query heads of a KV head, rounded up to 8.
-      columns: head_dim rounded up to what a wgmma can produce.
+      pieces: (first element of head_dim, elements) that one wgmma of the output makes, 64 or a
+        multiple; two overlap where head_dim is none.
       swizzle: bytes of the shared-memory swizzle of K and V.
       stages: depth of the ring.
       stage_bytes: K and V of one stage.
     """
 
     heads: int
-    columns: int
+    pieces: tuple[tuple[int, int], ...]
     swizzle: int
     stages: int
     stage_bytes: int
@@ -67,12 +69,11 @@ class DecodeShape:
     @classmethod
     def of(cls, head_dim: int, group: int, itemsize: int) -> DecodeShape:
         """The shape for pages of this kind."""
-        columns = -(-head_dim // 64) * 64
-        stage_bytes = 2 * TILE * columns * itemsize
-        ring = RING_BYTES if itemsize == 2 else RING_BYTES - 2 * TILE * columns * 2  # operands
+        stage_bytes = 2 * TILE * head_dim * itemsize
+        ring = RING_BYTES if itemsize == 2 else RING_BYTES - 2 * TILE * head_dim * 2  # operands
         return cls(
             heads=-(-group // 8) * 8,
-            columns=columns,
+            pieces=((0, head_dim),) if head_dim % 64 == 0 else ((0, 64), (head_dim - 64, 64)),
             swizzle=min(swizzle_of(head_dim * itemsize), 64 * itemsize),
             stages=max(2, min(MAX_STAGES, ring // stage_bytes)),
             stage_bytes=stage_bytes,
@@ -105,7 +106,7 @@ def decode_gpu(
     num_kv_heads = kv_pages.shape[3]
     group = num_q_heads // num_kv_heads
     shape = DecodeShape.of(head_dim, group, kv_pages.dtype.itemsize)
-    heads, columns = shape.heads, shape.columns
+    heads = shape.heads
     reader = PageReader.of(kv_pages, kv_scales, layer, shape.stages)
     target.declare(target.Pipeline("decode", shape.stages, shape.stage_bytes))
     quantised = kv_scales is not None
@@ -148,7 +149,7 @@ def decode_gpu(
                 """A stage as the products take it: as it is, or codes as numbers of q's type."""
                 if not quantised:
                     return smem.at[slot]
-                for c in range(0, columns, 64):
+                for c in range(0, head_dim, 64):
                     part = smem.at[slot, :, pl.ds(c, 64)]
                     codes = plgpu.load(part, layout=wgmma, optimized=False)
                     converted[:, pl.ds(c, 64)] = codes.astype(q.dtype)
@@ -168,7 +169,7 @@ def decode_gpu(
                 k = operand(ring.k, slot, k_operand)
 
                 def scores(acc_ref):
-                    plgpu.wgmma(acc_ref, k.at[:, pl.ds(0, head_dim)], q_smem.transpose((1, 0)))
+                    plgpu.wgmma(acc_ref, k, q_smem.transpose((1, 0)))
                     return acc_ref[...]
 
                 sc = pl.run_scoped(scores, accumulator((TILE, heads)))
@@ -189,30 +190,38 @@ def decode_gpu(
                 plgpu.commit_smem()
                 v = operand(ring.v, slot, v_operand)
 
-                def values(acc_ref):
-                    plgpu.wgmma(acc_ref, v.transpose((1, 0)), p_smem.transpose((1, 0)))
+                def values(acc_ref, piece):
+                    v_t = v.at[:, pl.ds(*piece)].transpose((1, 0))
+                    plgpu.wgmma(acc_ref, v_t, p_smem.transpose((1, 0)))
                     return acc_ref[...]
 
-                acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-                acc += pl.run_scoped(values, accumulator((columns, heads)))
+                acc = tuple(
+                    a * lax.broadcast_in_dim(alpha, a.shape, [1])
+                    + pl.run_scoped(functools.partial(values, piece=piece), accumulator(a.shape))
+                    for a, piece in zip(acc, shape.pieces, strict=True)
+                )
                 plgpu.barrier_arrive(ring.v_free.at[slot])
                 return acc, m_new, total
 
             m = plgpu.layout_cast(jnp.full((heads,), MASKED, jnp.float32), per_head)
             total = plgpu.layout_cast(jnp.full((heads,), 0, jnp.float32), per_head)
-            acc = plgpu.layout_cast(jnp.full((columns, heads), 0, jnp.float32), wgmma)
+            acc = tuple(
+                plgpu.layout_cast(jnp.full((size, heads), 0, jnp.float32), wgmma)
+                for _, size in shape.pieces
+            )
             acc, m, total = lax.fori_loop(span.from_tile, span.to_tile, tile, (acc, m, total))
             some = jnp.where(total > 0, total, 1.0)
-            out = acc / lax.broadcast_in_dim(some, acc.shape, [1])
-            for part in range(parts):
-                rounded = out.astype(q.dtype)
-                out -= rounded.astype(jnp.float32)
-                store(out_smem.at[part].transpose((1, 0)), rounded)
+            for a, piece in zip(acc, shape.pieces, strict=True):
+                out = a / lax.broadcast_in_dim(some, a.shape, [1])
+                for part in range(parts):
+                    rounded = out.astype(q.dtype)
+                    out -= rounded.astype(jnp.float32)
+                    store(out_smem.at[part, :, pl.ds(*piece)].transpose((1, 0)), rounded)
             lse_smem[...] = jnp.where(total > 0, (m + jnp.log2(some)) / LOG2E, -jnp.inf)
             plgpu.commit_smem()
             for part in range(parts):
                 for g in range(group):
-                    source = out_smem.at[part, first_head - q_start + g, pl.ds(0, head_dim)]
+                    source = out_smem.at[part, first_head - q_start + g]
                     plgpu.copy_smem_to_gmem(source, out_ref.at[split, part, s, h * group + g])
             plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, s, h])
             plgpu.wait_smem_to_gmem(0)
@@ -221,7 +230,7 @@ def decode_gpu(
         def memory():
             reader.run(Pages(rows_ref, scales_ref, layer_ref, tables_ref), ring, span)
 
-    converted = tiled((TILE, columns), q.dtype, operand_swizzle)
+    converted = tiled((TILE, head_dim), q.dtype, operand_swizzle)
     if not quantised:
         converted = plgpu.SMEM((1, 32), q.dtype)  # not used
     out, lse = plgpu.kernel(
@@ -236,10 +245,10 @@ def decode_gpu(
             tiled((heads, head_dim), q.dtype, operand_swizzle),
             tiled((heads, TILE), q.dtype, operand_swizzle),
             converted, converted,
-            plgpu.SMEM((parts, heads, columns), q.dtype),
+            plgpu.SMEM((parts, heads, head_dim), q.dtype),
             plgpu.SMEM((heads,), jnp.float32),
             plgpu.Barrier(),
-            *reader.scratch(columns, shape.swizzle, readers=1),
+            *reader.scratch(shape.swizzle, readers=1),
         ],
         compiler_params=PARAMS,
         interpret=interpret,

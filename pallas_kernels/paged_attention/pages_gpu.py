@@ -65,7 +65,7 @@ class Ring(NamedTuple):
     """Shared memory and barriers of the stages through which pages come.
 
     Attributes:
-      k: [stages, TILE, columns] of the pages' dtype.
+      k: [stages, TILE, head_dim] of the pages' dtype.
       v: likewise.
       k_scales: [stages, TILE]; unused unless the pages are quantised.
       v_scales: likewise.
@@ -168,10 +168,10 @@ class PageReader:
         """Copies that fill a stage, each of K and V."""
         return TILE // self.page_tokens
 
-    def scratch(self, columns: int, swizzle: int, readers: int) -> Ring:
+    def scratch(self, swizzle: int, readers: int) -> Ring:
         """The types of a ring that `readers` warpgroups read."""
         dtype, stages = self.rows.dtype, self.stages
-        ring = tiled((stages, TILE, columns), dtype, swizzle)
+        ring = tiled((stages, TILE, self.pool_shape[5]), dtype, swizzle)
         nothing = (1, 32)
         scales = plgpu.SMEM((stages, TILE) if self.quantised else nothing, self.scales.dtype)
         arriving = self.copies * (2 if self.quantised else 1)
@@ -226,7 +226,6 @@ class PageReader:
 
     def _fetch(self, tile, sources, pages: Pages, ring: Ring, span: Span) -> None:
         slot = self.slot(tile, span)
-        head_dim = self.pool_shape[5]
 
         def copy(k_or_v, smem, smem_scales, ready):
             for c, (block, offset) in enumerate(sources):
@@ -236,7 +235,7 @@ class PageReader:
                     part = pl.ds(offset, TILE)
                     page, scales = page.at[part], scales.at[part]
                 to = pl.ds(c * self.page_tokens, self.page_tokens)
-                plgpu.copy_gmem_to_smem(page, smem.at[slot, to, pl.ds(0, head_dim)], ready)
+                plgpu.copy_gmem_to_smem(page, smem.at[slot, to], ready)
                 if self.quantised:
                     plgpu.copy_gmem_to_smem(scales, smem_scales.at[slot, to], ready)
 

@@ -208,7 +208,7 @@ def prefill_gpu(
             plgpu.SMEM((warpgroups, ROWS, part), q.dtype),
             plgpu.SMEM((warpgroups, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=row_groups),
-            *reader.scratch(head_dim, operand, readers=warpgroups),
+            *reader.scratch(operand, readers=warpgroups),
         ],
         compiler_params=PARAMS,
         interpret=interpret,

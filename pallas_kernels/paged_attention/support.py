@@ -191,3 +191,40 @@ def _warn_once(reason: str) -> None:
         PagedAttentionFallbackWarning,
         stacklevel=4,
     )
+
+
+_GPUS = {"Ampere (8.0)": (8, 0), "Hopper (9.0)": (9, 0), "Blackwell (10.0)": (10, 0)}
+_FORMS: tuple[Form, ...] = ("decode", "prefill")
+
+
+def support_table() -> str:
+    """Markdown: for each GPU generation and kind of step what the kernels take. The rest is XLA's.
+
+    Example:
+      >>> print(support_table().splitlines()[3])
+      | Hopper (9.0) | kernel: head_dim 64, 80, 96, 128, 256; block 8, 16, 32, 64, 128 | kernel: head_dim 64, 80, 96, 128, 256; block 8, 16, 32, 64, 128 | kernel: head_dim 64, 128, 256; block 64, 128 | XLA |
+    """  # noqa: E501
+    columns: list[tuple[str, Form]] = [
+        (kind, form) for kind in ("bfloat16", "int8") for form in _FORMS
+    ]
+    names = [f"{form}, {kind.replace('16', '16 or float16')}" for kind, form in columns]
+    lines = ["| GPU | " + " | ".join(names) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, capability in _GPUS.items():
+        cells = [_cell(capability, jnp.dtype(kind), form) for kind, form in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(capability: tuple[int, int], dtype: DTypeLike, form: Form) -> str:
+    device = dict(platform="gpu", compute_capability=capability)
+
+    def kernel(**call: Any) -> bool:
+        call |= device
+        return supports("mosaic_gpu", dtype=dtype, group=16, form=form, **call)[0]
+
+    dims = [d for d in HEAD_DIMS if kernel(head_dim=d)]
+    blocks = [b for b in BLOCK_SIZES if kernel(block_size=b)]
+    if not dims or not all(kernel(head_dim=d, block_size=b) for d in dims for b in blocks):
+        return "XLA"
+    listed = [", ".join(map(str, values)) for values in (dims, blocks)]
+    return f"kernel: head_dim {listed[0]}; block {listed[1]}"

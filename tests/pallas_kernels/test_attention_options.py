@@ -212,7 +212,7 @@ def test_scales_exactly_with_int8():
 # -- everything at once ----------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
     st.sampled_from([1, 3, 4, 16]),

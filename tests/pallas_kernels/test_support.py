@@ -1,5 +1,6 @@
 import itertools
 import warnings
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -79,3 +80,8 @@ def test_hopper_takes_the_kernel(device):
 
 def test_the_default_runs():
     run(make([9], [1], max_query_len=1), None)
+
+
+def test_the_readme_has_the_table():
+    readme = Path(__file__).parents[2] / "README.md"
+    assert support.support_table() in readme.read_text()
