@@ -36,6 +36,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     Span,
     accumulator,
     binary_logits,
+    rows_to_copy,
     store,
     swizzle_of,
     tiled,
@@ -221,7 +222,7 @@ def decode_gpu(
             plgpu.commit_smem()
             for part in range(parts):
                 for g in range(group):
-                    source = out_smem.at[part, first_head - q_start + g]
+                    source = out_smem.at[part, first_head - q_start + g, pl.ds(0, head_dim)]
                     plgpu.copy_smem_to_gmem(source, out_ref.at[split, part, s, h * group + g])
             plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, s, h])
             plgpu.wait_smem_to_gmem(0)
@@ -245,7 +246,7 @@ def decode_gpu(
             tiled((heads, head_dim), q.dtype, operand_swizzle),
             tiled((heads, TILE), q.dtype, operand_swizzle),
             converted, converted,
-            plgpu.SMEM((parts, heads, head_dim), q.dtype),
+            plgpu.SMEM((parts, *rows_to_copy(heads, head_dim, q.dtype)), q.dtype),
             plgpu.SMEM((heads,), jnp.float32),
             plgpu.Barrier(),
             *reader.scratch(shape.swizzle, readers=1),

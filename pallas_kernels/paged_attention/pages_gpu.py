@@ -48,6 +48,13 @@ def tiled(shape, dtype, swizzle):
     return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzling(swizzle)))
 
 
+def rows_to_copy(count: int, columns: int, dtype) -> tuple[int, int]:
+    """The shape of shared memory whose rows can be copied out one by one: TMA wants each to begin
+    at a multiple of 128 bytes."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    return count, -(-columns // width) * width
+
+
 def accumulator(shape):
     """Registers for the sums of a wgmma, float32."""
     return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

@@ -31,6 +31,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     Span,
     accumulator,
     binary_logits,
+    rows_to_copy,
     store,
     swizzle_of,
     tiled,
@@ -72,6 +73,7 @@ def prefill_gpu(
     warpgroups = 2 if num_tokens >= 2 * ROWS or halves == 2 else 1
     row_groups, part = warpgroups // halves, head_dim // halves
     tile_rows = row_groups * ROWS
+    _, out_row = rows_to_copy(ROWS, part, q.dtype)
     if num_tokens < ROWS:
         q = jnp.pad(q, ((0, ROWS - num_tokens), (0, 0), (0, 0)))
     last_start = len(q) - tile_rows
@@ -151,10 +153,8 @@ def prefill_gpu(
             acc = plgpu.layout_cast(jnp.full((ROWS, part), 0, jnp.float32), wgmma)
             acc, m, total = lax.fori_loop(span.from_tile, span.to_tile, step, (acc, m, total))
             some = jnp.where(total > 0, total, 1.0)
-            store(
-                out_smem.at[role],
-                (acc / lax.broadcast_in_dim(some, acc.shape, [0])).astype(q.dtype),
-            )
+            out = (acc / lax.broadcast_in_dim(some, acc.shape, [0])).astype(q.dtype)
+            store(out_smem.at[role, :, pl.ds(0, part)], out)
             store(lse_smem.at[role], jnp.where(total > 0, (m + jnp.log2(some)) / LOG2E, -jnp.inf))
             plgpu.commit_smem()
             own, own_end = jnp.maximum(first_query - at, 0), jnp.minimum(end_query - at, ROWS)
@@ -162,19 +162,24 @@ def prefill_gpu(
             if half == 0:
                 plgpu.copy_smem_to_gmem(lse_smem.at[role], lse_ref.at[head, tile, rows])
 
-            @pl.when(own_end - own == ROWS)
-            def whole():
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[role], out_ref.at[pl.ds(at, ROWS), head, columns]
-                )
+            whole = own_end - own == ROWS
 
-            @pl.when(own_end - own < ROWS)
-            def ragged():
+            def copy_tile():
+                to = out_ref.at[pl.ds(at, ROWS), head, columns]
+                plgpu.copy_smem_to_gmem(out_smem.at[role], to)
+
+            def copy_rows():
                 def row(r, _):
-                    plgpu.copy_smem_to_gmem(out_smem.at[role, r], out_ref.at[at + r, head, columns])
+                    source = out_smem.at[role, r, pl.ds(0, part)]
+                    plgpu.copy_smem_to_gmem(source, out_ref.at[at + r, head, columns])
 
                 lax.fori_loop(own, own_end, row, None)
 
+            if out_row == part:
+                pl.when(whole)(copy_tile)
+                pl.when(~whole)(copy_rows)
+            else:
+                copy_rows()
             plgpu.wait_smem_to_gmem(0)
 
         some_query = first_query < end_query
@@ -205,7 +210,7 @@ def prefill_gpu(
         scratch_types=[
             tiled((row_groups, ROWS, head_dim), q.dtype, operand),
             tiled((warpgroups, ROWS, TILE), q.dtype, operand),
-            plgpu.SMEM((warpgroups, ROWS, part), q.dtype),
+            plgpu.SMEM((warpgroups, ROWS, out_row), q.dtype),
             plgpu.SMEM((warpgroups, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=row_groups),
             *reader.scratch(operand, readers=warpgroups),
