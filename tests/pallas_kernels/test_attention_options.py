@@ -34,7 +34,9 @@ def of_kind(kind, **changes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale_dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("window", "soft_cap", "sinks"), [
-    (None, None, None), (None, 0.7, None), (None, None, SINKS), (5, 0.7, SINKS),
+    (None, None, None), (5, 0.7, SINKS),
+    pytest.param(None, 0.7, None, marks=pytest.mark.slow),
+    pytest.param(None, None, SINKS, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_options_alone_and_together(implementation, kind, scale_dtype, window, soft_cap, sinks):
     case = of_kind(kind, window=window, scale_dtype=scale_dtype, fill=np.nan)
@@ -59,7 +61,7 @@ def test_the_log_sum_exp_changes_no_output(implementation, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("block", "fill"), [(1, np.nan), (4, np.nan), (4, np.inf), (64, np.nan)])
 def test_nothing_behind_the_window_is_used(implementation, kind, block, fill):
-    for window in (1, block, block + 1, 9, 1000):
+    for window in (1, block + 1, 1000):
         case = of_kind(kind, block=block, window=window, fill=fill)
         np.testing.assert_allclose(
             run(case, implementation, window=window), oracle(case, window=window), atol=2e-5
@@ -212,7 +214,8 @@ def test_scales_exactly_with_int8():
 # -- everything at once ----------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
     st.sampled_from([1, 3, 4, 16]),
