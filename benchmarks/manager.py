@@ -110,8 +110,9 @@ def bytes_of(manager: BlockManager) -> tuple[float, float]:
     """Array bytes per block and per sequence."""
     arrays = lambda o: [v for v in vars(o).values() if isinstance(v, np.ndarray)]  # noqa: E731
     pool, table = manager._pool, manager._table
-    per_block = sum(a.nbytes for a in arrays(pool) + arrays(pool.policy.policy))
-    per_block += sum(a.nbytes for a in arrays(pool.index)) + sys.getsizeof(pool.hashes)
+    owners = (pool, pool.tree, pool.policy.policy, pool.index)  # some arrays are two owners'
+    distinct = {id(a): a.nbytes for owner in owners for a in arrays(owner)}
+    per_block = sum(distinct.values()) + sys.getsizeof(pool.hashes)
     return per_block / manager.num_blocks, sum(a.nbytes for a in arrays(table)) / manager.max_seqs
 
 
