@@ -58,7 +58,9 @@ class RadixIndex:
                 break
             found += node.blocks[at : at + len(edge)]
             at += len(edge)
-        return np.trim_zeros(np.array(found, np.int64), "b")
+        while found and not found[-1]:  # tombstones
+            found.pop()
+        return np.array(found, np.int64)
 
     def _locate(self, root: bytes, parent: int) -> tuple[_Node | None, int]:
         """The node of the block before, and the position behind it in the node's edge."""

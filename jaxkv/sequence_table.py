@@ -141,9 +141,7 @@ class SequenceTable:
     def close(self, row: int) -> None:
         """Ends the row's sequence; its blocks are the caller's to release."""
         del self.rows[self.ids[row]]
-        used = self.used.item(row)
-        self.blocks[row, :used] = NULL_BLOCK
-        self._dirty_ranges.append((row, 0, used))
+        self.shrink(row, 0)
         self.ids[row] = self.origins[row] = None
         self._columns[:, row] = 0
         self.version += 1
@@ -176,8 +174,9 @@ class SequenceTable:
 
     def shrink(self, row: int, used: int) -> None:
         """Cuts a row to `used` columns."""
-        self.blocks[row, used : self.used[row]] = NULL_BLOCK
-        self._dirty_ranges.append((row, used, int(self.used[row])))
+        old = self.used.item(row)
+        self.blocks[row, used:old] = NULL_BLOCK
+        self._dirty_ranges.append((row, used, old))
         self.used[row] = used
 
     def drop_front(self, row: int, dropped: int) -> None:

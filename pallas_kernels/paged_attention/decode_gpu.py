@@ -9,7 +9,7 @@ so that a group of 1 to 16 heads costs 8 or 16 columns and not 64 rows:
 Data movement: one thread block per (sequence, KV head, split of the context). A memory warpgroup
 reads page ids from the block table and copies pages by TMA, each K and V byte once, into a ring of
 shared-memory stages; a compute warpgroup follows with an online softmax. q comes in and the output
-goes out without a padded copy; splits leave float32 partial outputs that `merge_attention` joins.
+goes out without a padded copy; splits leave partial outputs that `merge_attention` joins.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ def attend_gpu(
 
     A jitted function of its own, so that it is traced and compiled once for all layers.
     """
-    lens = jnp.minimum(lens, tables.shape[1] * kv_pages.shape[4])
+    width = tables.shape[1] * kv_pages.shape[4]  # tokens of the longest sequence
+    lens = jnp.minimum(lens, width)
     options: dict[str, Any] = dict(
         layer=layer, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret
     )
     if max_query_len == 1:
         lens = jnp.where(query_start[1:] > query_start[:-1], lens, 0)
-        width = tables.shape[1] * kv_pages.shape[4]
         seen = width if window is None else min(width, window)
         splits = num_splits(len(q), kv_pages.shape[3], seen)
         outs, lses = decode_gpu(

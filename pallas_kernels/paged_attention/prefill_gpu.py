@@ -98,7 +98,9 @@ def prefill_gpu(
         shift = length - end_query
         end_query = jnp.minimum(end_query, first_query + tile_rows)
         end = jnp.minimum(jnp.maximum(end_query + shift, 0), length)
-        first = jnp.maximum(first_query + shift - (window - 1), 0) if window else int32(0)
+        first = int32(0)
+        if window is not None:
+            first = jnp.maximum(first_query + shift - (window - 1), 0)
         from_tile, to_tile = lax.div(first, int32(TILE)), lax.div(end + (TILE - 1), int32(TILE))
         kv_head = lax.div(head, int32(group))
         span = Span(s, kv_head, first, end, length, from_tile, to_tile)
@@ -220,8 +222,7 @@ def prefill_gpu(
     )(q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
     # Row of each token: its tile in the order of the tiles, its place in the tile.
     t = jnp.arange(num_tokens, dtype=int32)
-    tile = jnp.searchsorted(jnp.maximum(tile_first, 0), t, side="right") - 1
-    tile = jnp.clip(tile, 0, num_tiles - 1)
+    tile = jnp.searchsorted(tile_first, t, side="right") - 1
     row = t - jnp.minimum(tile_first[tile], last_start)
     lse = lse.reshape(num_q_heads, num_tiles, tile_rows)[:, tile, row]
     return out[:num_tokens], lse.T
