@@ -1,6 +1,7 @@
 """Random ragged batches over a shuffled pool, shared by the kernel tests."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -38,19 +39,20 @@ def quantise(kv: np.ndarray, scale_dtype) -> tuple[np.ndarray, np.ndarray]:
 def make(
     lens, counts, *, block=4, heads=4, kv_heads=2, dim=8, layers=2, layer=1, seed=0,
     dtype=jnp.float32, fill=0.0, spare_columns=2, padding_tokens=0, max_query_len=None,
-    window=None, scale_dtype=None,
+    window=None, scale_dtype=None, room=None,
 ):  # fmt: skip
     """Sequences of `lens` cached tokens whose last `counts` are this step's queries.
 
     Every slot that holds no token is `fill`, and unused table entries point anywhere. With a
     `window` that includes what no query sees any more; every second entry there is the null block.
     With a `scale_dtype` the pages are int8, `dense` is what they stand for, and the scales of
-    unused slots are `fill`.
+    unused slots are `fill`. With `room` shapes are those of sequences of so many tokens each.
     """
     rng = np.random.default_rng(seed)
     need = [-(-n // block) for n in lens]
-    width = max([*need, 1]) + spare_columns
-    num_blocks = sum(need) + 5
+    sizes = need if room is None else [-(-room // block)] * len(lens)
+    width = max([*sizes, 1]) + spare_columns
+    num_blocks = sum(sizes) + 5
     order = rng.permutation(np.arange(1, num_blocks))
     pages = np.full((num_blocks, layers, 2, kv_heads, block, dim), fill, np.float32)
     scales = None
@@ -90,9 +92,19 @@ def make(
     )
 
 
-def run(case, implementation="xla", **options):
-    options = dict(implementation=implementation) | options
-    out = paged_attention(*case.args(), **case.kwargs(), **options)
+@functools.cache
+def _compiled(**static):
+    """One program for all cases of a shape, quickly made: tests spend their time in the compiler."""
+
+    def call(args, kv_scales, sinks):
+        return paged_attention(*args, kv_scales=kv_scales, sinks=sinks, **static)
+
+    return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def run(case, implementation="xla", *, sinks=None, **options):
+    static = dict(layer=case.layer, max_query_len=case.max_query_len, implementation=implementation)
+    out = _compiled(**static, **options)(case.args(), case.scales, sinks)
     return jax.tree.map(np.asarray, out)
 
 
