@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,23 +77,25 @@ def attention(
             pages = scatter_kv(pages, k, v, blocks, offsets, layer=layer)
         else:
             pages, scales = scatter_kv(pages, k, v, blocks, offsets, layer=layer, kv_scales=scales)
+    options: dict[str, Any] = dict(
+        layer=layer, kv_scales=scales, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        implementation=implementation,
+    )  # fmt: skip
     with jax.named_scope("paged_attention"):
         rows = jnp.asarray(batch.rows)[batch.last_tokens]  # i32[S], any row for padding
-        query_start = jnp.asarray(batch.query_start)
+        starts = jnp.asarray(batch.query_start)
         lens = jnp.asarray(batch.positions)[batch.last_tokens] + 1
-        out = paged_attention(
-            q,
-            pages,
-            state.block_tables[jnp.minimum(rows, state.block_tables.shape[0] - 1)],
-            jnp.where(query_start[1:] > query_start[:-1], lens, 0),
-            query_start,
-            layer=layer,
-            kv_scales=scales,
-            max_query_len=batch.max_query_len,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            implementation=implementation,
+        live = (starts[1:] > starts[:-1]) & (rows < len(state.block_tables))
+        lens = jnp.where(live, lens, 0)
+        tables = state.block_tables[jnp.minimum(rows, len(state.block_tables) - 1)]
+        cut, outs = batch.num_decodes, []
+        if cut:  # their tokens are the first ones, one each
+            outs.append(paged_attention(q[:cut], pages, tables[:cut], lens[:cut], **options))
+        outs.append(
+            paged_attention(
+                q[cut:], pages, tables[cut:], lens[cut:], starts[cut:] - cut,
+                max_query_len=batch.max_query_len, **options,
+            )  # fmt: skip
         )
+        out = jnp.concatenate(outs) if cut else outs[0]
     return out, dataclasses.replace(state, kv_pages=pages, kv_scales=scales)

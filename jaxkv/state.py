@@ -181,8 +181,8 @@ def apply_plan(state: PagedState, plan: Plan) -> PagedState:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "positions", "query_start"],
-    meta_fields=["max_query_len"],
+    data_fields=["rows", "positions", "query_start", "logits_at"],
+    meta_fields=["max_query_len", "num_decodes"],
 )
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -194,12 +194,17 @@ class Batch:
       query_start: i32[S + 1]; tokens `query_start[s] : query_start[s + 1]` are of sequence s.
         Sequences without tokens are padding and stand at the end.
       max_query_len: static; no sequence has more tokens in this step. 1 means a decode step.
+      num_decodes: static; so many sequences, the first ones, have one token each, and attend in the
+        decode form though others bring chunks.
+      logits_at: i32[L]; the tokens whose logits the model returns. None: each sequence's last.
     """
 
     rows: jax.Array | np.ndarray
     positions: jax.Array | np.ndarray
     query_start: jax.Array | np.ndarray
     max_query_len: int
+    num_decodes: int = 0
+    logits_at: jax.Array | np.ndarray | None = None
 
     @classmethod
     def ragged(
@@ -219,23 +224,61 @@ class Batch:
           num_seqs: S, at least len(rows).
           padding_row: `max_seqs` of the cache.
         """
+        nothing = np.zeros(0, np.int32)
+        return cls.mixed(
+            nothing, nothing, rows, starts, counts,
+            num_decodes=0, num_tokens=num_tokens, num_seqs=num_seqs, padding_row=padding_row,
+        )  # fmt: skip
+
+    @classmethod
+    def mixed(
+        cls,
+        decode_rows: np.ndarray,
+        decode_positions: np.ndarray,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        num_decodes: int,
+        num_tokens: int,
+        num_seqs: int,
+        padding_row: int,
+    ) -> Batch:
+        """Sequences with one token each, padded to `num_decodes`, before the chunks of others.
+
+        Args:
+          decode_rows: of the sequences with one token.
+          decode_positions: of these tokens.
+          rows: of the sequences with chunks.
+          starts: positions of their first tokens.
+          counts: their tokens.
+          num_decodes: sequences of the first kind, padding included.
+          num_tokens: of the second kind, padding included.
+          num_seqs: of the second kind, padding included.
+          padding_row: `max_seqs` of the cache.
+        """
         total = int(sum(counts))
+        if len(decode_rows) > num_decodes:
+            raise JaxkvError(f"{len(decode_rows)} sequences do not fit a batch of {num_decodes}")
         if total > num_tokens or len(rows) > num_seqs:
             raise JaxkvError(
                 f"{total} tokens of {len(rows)} sequences do not fit a batch of {num_tokens} "
                 f"tokens and {num_seqs} sequences"
             )
-        token_rows = np.full(num_tokens, padding_row, np.int32)
-        positions = np.zeros(num_tokens, np.int32)
-        query_start = np.full(num_seqs + 1, total, np.int32)
-        at = 0
+        token_rows = np.full(num_decodes + num_tokens, padding_row, np.int32)
+        positions = np.zeros(num_decodes + num_tokens, np.int32)
+        token_rows[: len(decode_rows)] = decode_rows
+        positions[: len(decode_rows)] = decode_positions
+        query_start = np.full(num_decodes + num_seqs + 1, num_decodes + total, np.int32)
+        query_start[:num_decodes] = np.arange(num_decodes)
+        at = num_decodes
         for i, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
-            query_start[i] = at
+            query_start[num_decodes + i] = at
             token_rows[at : at + count] = row
             positions[at : at + count] = np.arange(start, start + count)
             at += count
         # Not 1, which would promise one query of every sequence.
-        return cls(token_rows, positions, query_start, max_query_len=max(2, num_tokens))
+        return cls(token_rows, positions, query_start, max(2, num_tokens), num_decodes)
 
     @classmethod
     def decode(
@@ -255,6 +298,11 @@ class Batch:
     def last_tokens(self) -> jax.Array:
         """i32[S]; index of each sequence's last token in this batch (0 where it has none)."""
         return jnp.maximum(jnp.asarray(self.query_start)[1:] - 1, 0)
+
+    @property
+    def logit_tokens(self) -> jax.Array:
+        """i32[L]; index of the tokens whose logits the model returns."""
+        return self.last_tokens if self.logits_at is None else jnp.asarray(self.logits_at)
 
 
 def advance(state: PagedState, batch: Batch) -> PagedState:

@@ -140,14 +140,15 @@ class Llama(nnx.Module):
           batch: whose tokens these are, and where they stand.
 
         Returns:
-          f32[S, vocab_size], the logits after each sequence's last token; and the new state.
+          f32[L, vocab_size], the logits after the tokens that the batch names (each sequence's last
+          by default); and the new state.
         """
 
         def attend(q, k, v, layer, state):
             return jaxkv.attention(q, k, v, state, layer, batch)
 
         x, state = self.hidden(tokens, jnp.asarray(batch.positions), attend, state)
-        return self.logits(x[batch.last_tokens]), jaxkv.advance(state, batch)
+        return self.logits(x[batch.logit_tokens]), jaxkv.advance(state, batch)
 
     def dense(self, tokens: jax.Array) -> jax.Array:
         """Plain causal forward without a cache: f32[batch, length, vocab_size] of i32 tokens."""

@@ -111,6 +111,36 @@ def test_poison_in_every_unused_slot_changes_no_output(small_model, poison):
         np.testing.assert_array_equal(clean, dirty)
 
 
+@pytest.mark.parametrize("poison", [0.0, np.nan])
+def test_decodes_beside_chunks_are_what_each_is_alone(small_model, poison):
+    _, _, state, rows = setup(small_model, sequences=3)
+    prompt = Batch.ragged(rows[:2], [0, 0], [8, 5], num_tokens=16, num_seqs=4, padding_row=4)
+    state = dataclasses.replace(state, kv_pages=jnp.full_like(state.kv_pages, poison))
+    tokens = np.arange(16, dtype=np.int32)
+    _, state = small_model(jnp.asarray(tokens), state, prompt)
+    one = Batch.decode(np.array(rows[:2]), np.array([8, 5]), num_seqs=2, padding_row=4)
+    chunk = Batch.ragged(rows[2:], [0], [6], num_tokens=6, num_seqs=1, padding_row=4)
+    decoded, separate = small_model(jnp.asarray(tokens[:2]), state, one)
+    prefilled, separate = small_model(jnp.asarray(tokens[2:8]), separate, chunk)
+    both = Batch.mixed(
+        np.array(rows[:2]), np.array([8, 5]), rows[2:], [0], [6],
+        num_decodes=3, num_tokens=8, num_seqs=2, padding_row=4,
+    )  # fmt: skip
+    mixed = np.zeros(11, np.int32)
+    mixed[:2], mixed[3:9] = tokens[:2], tokens[2:8]
+    logits, state = small_model(jnp.asarray(mixed), state, both)
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits[:2], decoded, atol=1e-5)
+    np.testing.assert_allclose(logits[3], prefilled[0], atol=1e-5)
+    np.testing.assert_allclose(state.kv_pages, separate.kv_pages, atol=1e-5)
+    assert state.seq_lens.tolist() == separate.seq_lens.tolist()
+    # Logits of any tokens: the chunk's second and its last.
+    some = dataclasses.replace(both, logits_at=np.array([4, 8], np.int32))
+    again, _ = small_model(jnp.asarray(mixed), state, some)
+    np.testing.assert_allclose(again[1], prefilled[0], atol=1e-5)
+    assert again.shape == (2, 61)
+
+
 def test_slots_of_padding_are_outside_the_pool(small_model):
     config, _, state, rows = setup(small_model)
     junk = np.array([rows[0], -1, 4, 10**6, rows[0], rows[0]], np.int32)
