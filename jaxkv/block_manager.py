@@ -172,18 +172,43 @@ class BlockManager(ManagerView):
         Raises:
           JaxkvError: more tokens than the sequence has left to compute.
         """
-        row = self.row(seq_id)
-        before = int(self._table.computed[row])
-        if num_tokens < 0 or before + num_tokens > self._table.lengths[row]:
+        self._commit([self.row(seq_id)], [num_tokens])
+
+    @operation
+    def commit_batch(
+        self, seq_ids: Sequence[Hashable] | Rows, num_tokens: Sequence[int] | np.ndarray
+    ) -> None:
+        """`commit` for several sequences. All or nothing.
+
+        Raises:
+          JaxkvError: more tokens than a sequence has left to compute, or an id given twice.
+        """
+        selected = self._table.select(seq_ids)
+        if len(num_tokens) != len(selected.rows):
+            raise JaxkvError(f"{len(selected.rows)} sequences but {len(num_tokens)} counts")
+        self._commit(selected.rows, num_tokens)
+
+    def _commit(
+        self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray
+    ) -> None:
+        rows, counts = np.asarray(rows, np.int64), np.asarray(counts, np.int64)
+        table = self._table
+        before = table.computed[rows]
+        after = before + counts
+        wrong = (counts < 0) | (after > table.lengths[rows])
+        if np.count_nonzero(wrong):
+            i = int(wrong.argmax())
             raise JaxkvError(
-                f"sequence {seq_id!r}: cannot commit {num_tokens} tokens after {before} of "
-                f"{self._table.lengths[row]}"
+                f"sequence {table.ids[rows[i]]!r}: cannot commit {counts[i]} tokens after "
+                f"{before[i]} of {table.lengths[rows[i]]}"
             )
-        self._table.computed[row] = before + num_tokens
-        if (before + num_tokens) // self.block_size > before // self.block_size:
+        table.computed[rows] = after
+        full = table.split(after)[0] > table.split(before)[0]
+        for row in rows[full].tolist():
             self._sequences.publish(row)
         if self.sliding_window is not None:
-            self._sequences.drop_behind_window(row)
+            for row in rows.tolist():
+                self._sequences.drop_behind_window(row)
 
     @operation
     def append(self, seq_id: Hashable, token_id: int) -> None:
@@ -206,6 +231,21 @@ class BlockManager(ManagerView):
         if len(token_ids) != len(selected.rows):
             raise JaxkvError(f"{len(selected.rows)} sequences but {len(token_ids)} tokens")
         self._sequences.append(selected, token_ids, self._limits)
+
+    @operation
+    def reserve(self, seq_ids: Sequence[Hashable] | Rows, num_slots: int) -> None:
+        """Lookahead slots: room for the next `num_slots` tokens of each sequence. All or nothing.
+
+        For tokens that the device makes before the host knows them: `append` finds their slots
+        there, and `truncate` to the present length gives back what was not used.
+
+        Raises:
+          OutOfBlocksError: fewer blocks than new ones and copies are needed.
+          JaxkvError: an id given twice, a sequence that would pass its longest, or no slot asked.
+        """
+        if num_slots < 1:
+            raise JaxkvError(f"{num_slots=}: reserve at least one")
+        self._sequences.reserve(self._table.select(seq_ids), num_slots, self._limits)
 
     @operation
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:

@@ -61,24 +61,38 @@ class Sequences:
             table.next_slot[at] = slots
         table.lengths[at] += 1
 
-    def _make_room(self, rows: np.ndarray, limits: Limits) -> None:
-        """A slot that only the row itself writes, for the next token of each."""
+    def reserve(self, selected: Rows, num_slots: int, limits: Limits) -> None:
+        """Slots for that many further tokens of each row; the row alone writes them."""
+        table, at = self._table, selected.index
+        short = table.next_slot[at] + num_slots > table.slot_end[at]
+        if np.count_nonzero(short):
+            self._make_room(selected.rows[short], limits, num_slots)
+
+    def _make_room(self, rows: np.ndarray, limits: Limits, num_slots: int = 1) -> None:
+        """Slots that only the row itself writes, for the next tokens of each."""
         table, pool = self._table, self._pool
         limits.available()  # pins that are over keep nothing from being written
         lengths = table.lengths[rows]
         columns, offsets = table.split(lengths)
-        if columns.max() >= table.max_blocks_per_seq:
-            row = int(rows[columns.argmax()])
-            limits.require_columns(table.ids[row], int(table.lengths[row]) + 1)
-        fresh = columns >= table.used[rows]
-        count = int(np.count_nonzero(fresh))
-        begun = list(zip(rows[~fresh].tolist(), columns[~fresh].tolist(), strict=True))
+        last, _ = table.split(lengths + (num_slots - 1))
+        if last.max() >= table.max_blocks_per_seq:
+            row = int(rows[last.argmax()])
+            limits.require_columns(table.ids[row], int(table.lengths[row]) + num_slots)
+        used = table.used[rows]
+        missing = np.maximum(last + 1 - used, 0)
+        begun = columns < used
+        count = int(missing.sum())
+        written = list(zip(rows[begun].tolist(), columns[begun].tolist(), strict=True))
         limits.require_blocks(
-            count + self._copies_for(begun), f"appending to {len(rows)} sequences"
+            count + self._copies_for(written), f"appending to {len(rows)} sequences"
         )
-        if count:
-            table.extend_many(rows[fresh], pool.take(count))
-        for row, column in begun:
+        if num_slots == 1 and count:
+            table.extend_many(rows[~begun], pool.take(count))
+        elif count:
+            taken = np.split(pool.take(count), np.cumsum(missing)[:-1])
+            for row, blocks in zip(rows.tolist(), taken, strict=True):
+                table.extend(row, blocks)
+        for row, column in written:
             block = int(table.blocks[row, column])
             if pool.ref_counts[block] > 1 or block in pool.pins:
                 self._copy_on_write(row, column)
@@ -87,6 +101,7 @@ class Sequences:
         first = table.blocks[rows, columns] * self._size
         table.next_slot[rows] = first + offsets
         table.slot_end[rows] = first + self._size
+        table.lookahead[rows] = table.used[rows] * self._size - lengths
 
     def _copies_for(self, cells: list[tuple[int, int]]) -> int:
         """Blocks that writing into these (row, column) cells takes."""

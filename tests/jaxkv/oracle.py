@@ -76,7 +76,10 @@ class Oracle:
             context, tokens = self.contexts[seq], self.tokens[seq][: position + 1]
             self.memory[slot] = value = kv(context, tokens)
             self.computed[value] = context, tuple(tokens)
-        self.m.commit(seq, count)
+        if self.m.row(seq) % 2:  # either call
+            self.m.commit_batch([seq], [count])
+        else:
+            self.m.commit(seq, count)
 
     def apply_plan(self):
         plan = self.m.take_plan()
@@ -98,6 +101,21 @@ class Oracle:
         for seq, token in zip(seqs, tokens, strict=True):
             self.tokens[seq].append(token)
         return True
+
+    def reserve(self, seqs, num_slots):
+        """Slots for tokens to come: if the manager gives them, they are writable at once."""
+        m, before = self.m, self.state()
+        try:
+            m.reserve(seqs, num_slots)
+        except JaxkvError:
+            assert self.state() == before
+            return
+        for seq in seqs:
+            first, last = m.length(seq), m.length(seq) + num_slots - 1
+            blocks = m.block_table(seq)[first // self.size : last // self.size + 1]
+            assert len(blocks) == last // self.size - first // self.size + 1
+            assert (m._pool.ref_counts[blocks] == 1).all()
+            assert not m._pool.indexed[blocks].any()
 
     def fork(self, seq):
         """The child's id; None where the manager refuses."""

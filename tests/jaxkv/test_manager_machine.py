@@ -70,6 +70,12 @@ class Machine(RuleBasedStateMachine):
         self.o.append(seqs, data.draw(st.lists(TOKENS, min_size=len(seqs), max_size=len(seqs))))
 
     @precondition(lambda self: self.o.tokens)
+    @rule(data=st.data(), num_slots=st.integers(1, 9))
+    def reserve(self, data, num_slots):
+        ids = st.lists(st.sampled_from(sorted(self.o.tokens)), unique=True, min_size=1)
+        self.o.reserve(data.draw(ids), num_slots)
+
+    @precondition(lambda self: self.o.tokens)
     @rule(data=st.data())
     def fork(self, data):
         self.o.fork(self.some(data))
