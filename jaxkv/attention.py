@@ -91,11 +91,7 @@ def attention(
         cut, outs = batch.num_decodes, []
         if cut:  # their tokens are the first ones, one each
             outs.append(paged_attention(q[:cut], pages, tables[:cut], lens[:cut], **options))
-        outs.append(
-            paged_attention(
-                q[cut:], pages, tables[cut:], lens[cut:], starts[cut:] - cut,
-                max_query_len=batch.max_query_len, **options,
-            )  # fmt: skip
-        )
+        rest = q[cut:], pages, tables[cut:], lens[cut:], starts[cut:] - cut
+        outs.append(paged_attention(*rest, max_query_len=batch.max_query_len, **options))
         out = jnp.concatenate(outs) if cut else outs[0]
     return out, dataclasses.replace(state, kv_pages=pages, kv_scales=scales)

@@ -188,9 +188,7 @@ class BlockManager(ManagerView):
             raise JaxkvError(f"{len(selected.rows)} sequences but {len(num_tokens)} counts")
         self._commit(selected.rows, num_tokens)
 
-    def _commit(
-        self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray
-    ) -> None:
+    def _commit(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
         rows, counts = np.asarray(rows, np.int64), np.asarray(counts, np.int64)
         table = self._table
         before = table.computed[rows]
@@ -233,7 +231,9 @@ class BlockManager(ManagerView):
         self._sequences.append(selected, token_ids, self._limits)
 
     @operation
-    def reserve(self, seq_ids: Sequence[Hashable] | Rows, num_slots: int) -> None:
+    def reserve(
+        self, seq_ids: Sequence[Hashable] | Rows, num_slots: int | Sequence[int] | np.ndarray
+    ) -> None:
         """Lookahead slots: room for the next `num_slots` tokens of each sequence. All or nothing.
 
         For tokens that the device makes before the host knows them: `append` finds their slots
@@ -243,9 +243,11 @@ class BlockManager(ManagerView):
           OutOfBlocksError: fewer blocks than new ones and copies are needed.
           JaxkvError: an id given twice, a sequence that would pass its longest, or no slot asked.
         """
-        if num_slots < 1:
-            raise JaxkvError(f"{num_slots=}: reserve at least one")
-        self._sequences.reserve(self._table.select(seq_ids), num_slots, self._limits)
+        selected = self._table.select(seq_ids)
+        counts = np.broadcast_to(np.asarray(num_slots, np.int64), len(selected.rows))
+        if counts.size and counts.min() < 1:
+            raise JaxkvError(f"num_slots={counts.tolist()}: reserve at least one for each")
+        self._sequences.reserve(selected, counts, self._limits)
 
     @operation
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:

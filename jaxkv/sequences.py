@@ -61,14 +61,14 @@ class Sequences:
             table.next_slot[at] = slots
         table.lengths[at] += 1
 
-    def reserve(self, selected: Rows, num_slots: int, limits: Limits) -> None:
+    def reserve(self, selected: Rows, num_slots: np.ndarray, limits: Limits) -> None:
         """Slots for that many further tokens of each row; the row alone writes them."""
         table, at = self._table, selected.index
         short = table.next_slot[at] + num_slots > table.slot_end[at]
         if np.count_nonzero(short):
-            self._make_room(selected.rows[short], limits, num_slots)
+            self._make_room(selected.rows[short], limits, num_slots[short])
 
-    def _make_room(self, rows: np.ndarray, limits: Limits, num_slots: int = 1) -> None:
+    def _make_room(self, rows: np.ndarray, limits: Limits, num_slots: int | np.ndarray = 1) -> None:
         """Slots that only the row itself writes, for the next tokens of each."""
         table, pool = self._table, self._pool
         limits.available()  # pins that are over keep nothing from being written
@@ -76,8 +76,9 @@ class Sequences:
         columns, offsets = table.split(lengths)
         last, _ = table.split(lengths + (num_slots - 1))
         if last.max() >= table.max_blocks_per_seq:
-            row = int(rows[last.argmax()])
-            limits.require_columns(table.ids[row], int(table.lengths[row]) + num_slots)
+            i = int(last.argmax())
+            needed = int((lengths + num_slots)[i])
+            limits.require_columns(table.ids[int(rows[i])], needed)
         used = table.used[rows]
         missing = np.maximum(last + 1 - used, 0)
         begun = columns < used
@@ -86,8 +87,8 @@ class Sequences:
         limits.require_blocks(
             count + self._copies_for(written), f"appending to {len(rows)} sequences"
         )
-        if num_slots == 1 and count:
-            table.extend_many(rows[~begun], pool.take(count))
+        if count and missing.max() == 1:
+            table.extend_many(rows[missing > 0], pool.take(count))
         elif count:
             taken = np.split(pool.take(count), np.cumsum(missing)[:-1])
             for row, blocks in zip(rows.tolist(), taken, strict=True):

@@ -110,8 +110,8 @@ class Oracle:
         except JaxkvError:
             assert self.state() == before
             return
-        for seq in seqs:
-            first, last = m.length(seq), m.length(seq) + num_slots - 1
+        for seq, count in zip(seqs, num_slots, strict=True):
+            first, last = m.length(seq), m.length(seq) + count - 1
             blocks = m.block_table(seq)[first // self.size : last // self.size + 1]
             assert len(blocks) == last // self.size - first // self.size + 1
             assert (m._pool.ref_counts[blocks] == 1).all()

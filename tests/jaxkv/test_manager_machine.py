@@ -70,10 +70,11 @@ class Machine(RuleBasedStateMachine):
         self.o.append(seqs, data.draw(st.lists(TOKENS, min_size=len(seqs), max_size=len(seqs))))
 
     @precondition(lambda self: self.o.tokens)
-    @rule(data=st.data(), num_slots=st.integers(1, 9))
-    def reserve(self, data, num_slots):
+    @rule(data=st.data(), slots=st.integers(1, 9))
+    def reserve(self, data, slots):
         ids = st.lists(st.sampled_from(sorted(self.o.tokens)), unique=True, min_size=1)
-        self.o.reserve(data.draw(ids), num_slots)
+        seqs = data.draw(ids)
+        self.o.reserve(seqs, [max(1, slots - i) for i in range(len(seqs))])
 
     @precondition(lambda self: self.o.tokens)
     @rule(data=st.data())

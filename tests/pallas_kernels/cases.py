@@ -94,7 +94,7 @@ def make(
 
 @functools.cache
 def _compiled(**static):
-    """One program for all cases of a shape, quickly made: tests spend their time in the compiler."""
+    """One program for all cases of a shape: tests spend their time in the compiler."""
 
     def call(args, kv_scales, sinks):
         return paged_attention(*args, kv_scales=kv_scales, sinks=sinks, **static)
