@@ -5,6 +5,9 @@ from jaxkv.belady import belady_hit_rate as belady_hit_rate
 from jaxkv.block_keys import Media as Media
 from jaxkv.block_manager import BlockManager as BlockManager
 from jaxkv.config import CacheConfig as CacheConfig
+from jaxkv.engine.engine import Engine as Engine
+from jaxkv.engine.requests import RequestOutput as RequestOutput
+from jaxkv.engine.scheduler import SchedulerConfig as SchedulerConfig
 from jaxkv.errors import ConfigError as ConfigError
 from jaxkv.errors import InvariantError as InvariantError
 from jaxkv.errors import JaxkvError as JaxkvError
@@ -13,8 +16,8 @@ from jaxkv.errors import StaleStateError as StaleStateError
 from jaxkv.errors import UnknownSequenceError as UnknownSequenceError
 from jaxkv.generate import Generation as Generation
 from jaxkv.generate import GenerationStats as GenerationStats
+from jaxkv.generate import Output as Output
 from jaxkv.generate import generate as generate
-from jaxkv.loop import Output as Output
 from jaxkv.metrics import Metrics as Metrics
 from jaxkv.replay import record as record
 from jaxkv.replay import replay as replay
@@ -23,7 +26,9 @@ from jaxkv.reports import Allocation as Allocation
 from jaxkv.reports import BlockInfo as BlockInfo
 from jaxkv.reports import Plan as Plan
 from jaxkv.reports import Stats as Stats
-from jaxkv.sampling import SamplingParams as SamplingParams
+from jaxkv.sampling_params import BeamSearchParams as BeamSearchParams
+from jaxkv.sampling_params import LogitsProcessor as LogitsProcessor
+from jaxkv.sampling_params import SamplingParams as SamplingParams
 from jaxkv.simulate import SimulationResult as SimulationResult
 from jaxkv.simulate import simulate as simulate
 from jaxkv.sizing import cache_size as cache_size

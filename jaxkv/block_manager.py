@@ -370,6 +370,12 @@ class BlockManager(ManagerView):
         return True
 
     @operation
+    def note(self, kind: str, seq_id: Hashable, detail: dict[str, Any]) -> None:
+        """Puts an event of the caller's into the log, such as a preemption and its reason."""
+        if self._listeners:
+            self._emit(kind, seq=seq_id, **detail)
+
+    @operation
     def take_plan(self) -> Plan:
         """Everything the device has not been told yet; the next call starts afresh."""
         cells, lengths = self._table.drain()

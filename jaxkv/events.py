@@ -18,6 +18,7 @@ STORED = "BlockStored"  # a block became findable
 REMOVED = "BlockRemoved"  # a block is findable no more
 CLEARED = "AllBlocksCleared"  # reset_prefix_cache: nothing is findable
 ALLOCATE, FREE, COPY, EVICT, HIT = "allocate", "free", "copy", "evict", "hit"
+PREEMPT = "preempt"  # an engine took a running sequence's blocks
 OPERATION = "operation"  # a public call, with arguments and result: what `jaxkv replay` runs again
 
 
@@ -35,7 +36,8 @@ class Event:
       detail: what else belongs to this kind. BlockStored: hash, parent_hash (hex), token_ids,
         namespace. BlockRemoved: hash, reason. hit: num_tokens, queried_tokens. allocate:
         num_tokens, num_cached_tokens. copy: blocks are (source, destination). evict: age and idle,
-        seconds since stored and since last used. operation: name, arguments, result or error.
+        seconds since stored and since last used. preempt: reason. operation: name,
+        arguments, result or error.
     """
 
     kind: str

@@ -1,16 +1,39 @@
-"""Batched generation: chunked prefill, batched decode, one compile per bucket, donated state."""
+"""Batched generation: all prompts at once through an engine of their own."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxkv.config import CacheConfig
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.requests import RequestOutput
+from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.errors import ConfigError
-from jaxkv.loop import Loop, Output, Request
-from jaxkv.sampling import SamplingParams
+from jaxkv.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass
+class Output:
+    """What one prompt became.
+
+    Attributes:
+      prompt_ids: the prompt.
+      token_ids: the generated tokens, the end token included.
+      finish_reason: "stop" (an end token), "length" (max_tokens or the context) or "error".
+      num_cached_tokens: prompt tokens whose KV was found in the cache.
+      time_to_first_token: seconds from the call to the first token; None if there is none.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    finish_reason: str = "length"
+    num_cached_tokens: int = 0
+    time_to_first_token: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +70,7 @@ class GenerationStats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Outputs in the order of the prompts, and the statistics of the call."""
+    """Outputs in the order of the prompts, samples of one prompt together; what the call took."""
 
     outputs: list[Output]
     stats: GenerationStats
@@ -60,20 +83,24 @@ def generate(
     *,
     cache: CacheConfig | None = None,
     eos_token_ids: Sequence[int] | None = None,
+    scheduler: SchedulerConfig | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    **manager_options: Any,
 ) -> Generation:
     """Generates from token-id prompts as one batch through a paged cache.
 
-    Prompts beyond the cache's rows or blocks wait until others have finished. A prompt is admitted
-    when the pool holds it to its last token, so that nothing need be preempted.
+    Prompts beyond the cache's rows or blocks wait until others have finished.
 
     Args:
       model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config` that has
         `num_layers`, `num_kv_heads`, `head_dim`, `max_position_embeddings`, `eos_token_ids`.
       prompts: token ids, one sequence each.
-      params: for all prompts, or one for each; greedy by default.
+      params: for all prompts, or one for each; greedy by default. Of one for all, each prompt has a
+        seed of its own, so that equal prompts draw differently.
       cache: sizes of the cache; by default one that holds up to 32 of the prompts at once.
       eos_token_ids: in place of the model's own.
+      scheduler: how steps are formed.
+      manager_options: of the `BlockManager`: prefix_index, eviction, ...
       on_token: called with (prompt index, token id) as each token arrives.
 
     Raises:
@@ -93,31 +120,51 @@ def generate(
     """
     started = time.perf_counter()
     cache = cache or default_cache(model.config, prompts, params)
-    stop = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-    requests = _requests(model.config, prompts, params, cache, stop)
-    loop = Loop(model, cache, started, on_token)
-    for request in requests:
-        if request.limit > 0:
-            loop.waiting.append(request)
-    loop.run()
-    prompt_tokens = sum(len(r.prompt) for r in requests)
-    generated = sum(len(r.output.token_ids) for r in requests)
-    peak = loop.manager.stats().peak_active
+    engine = Engine(model, cache, scheduler, eos_token_ids=eos_token_ids, **manager_options)
+    places: dict[Hashable, int] = {}
+    for i, (prompt, one) in enumerate(zip(prompts, _per_prompt(params, len(prompts)), strict=True)):
+        try:
+            places[engine.submit(prompt, one)] = i
+        except ConfigError as error:
+            raise ConfigError(f"prompt {i}: {error}") from None
+    last: dict[tuple[int, int], RequestOutput] = {}
+    for output in engine.stream():
+        last[places[output.request_id], output.sample] = output
+        if on_token is not None:
+            for token in output.new_token_ids:
+                on_token(places[output.request_id], token)
+
+    def since(moment: float | None) -> float | None:
+        return None if moment is None else moment - started
+
+    outputs = [
+        Output(
+            prompt_ids=output.prompt_ids,
+            token_ids=output.token_ids,
+            finish_reason=output.finish_reason or "abort",
+            num_cached_tokens=output.num_cached_tokens,
+            time_to_first_token=None
+            if (at := output.timings.first_token) is None
+            else at - started,
+        )
+        for _, output in sorted(last.items())
+    ]
+    stats = engine.stats()
+    assert stats.blocks is not None
+    peak = stats.blocks.peak_active
     return Generation(
-        outputs=[request.output for request in requests],
+        outputs=outputs,
         stats=GenerationStats(
-            prompt_tokens=prompt_tokens,
-            generated_tokens=generated,
+            prompt_tokens=sum(map(len, prompts)),
+            generated_tokens=stats.generated_tokens,
             seconds=time.perf_counter() - started,
-            compile_seconds=loop.compile_seconds,
-            decode_tokens_per_s=loop.decode_tokens / loop.decode_seconds
-            if loop.decode_tokens
-            else 0,
-            decode_steps=loop.decode_steps,
-            prefill_steps=loop.prefill_steps,
+            compile_seconds=stats.compile_seconds,
+            decode_tokens_per_s=stats.decode_tokens / (stats.decode_seconds or 1),
+            decode_steps=stats.decode_steps,
+            prefill_steps=stats.steps - stats.decode_steps,
             peak_blocks=peak,
             kv_bytes=peak * cache.block_bytes,
-            contiguous_bytes=loop.peak_seqs * cache.max_len * cache.bytes_per_token,
+            contiguous_bytes=stats.peak_running * cache.max_len * cache.bytes_per_token,
             max_len=cache.max_len,
         ),
     )
@@ -159,47 +206,9 @@ def _per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        params = params or SamplingParams()
+        seeds = np.random.SeedSequence(params.seed or 0).generate_state(count)
+        return [dataclasses.replace(params, seed=int(seed)) for seed in seeds]
     if len(params) != count:
         raise ConfigError(f"{count} prompts but {len(params)} sampling parameters")
     return list(params)
-
-
-def _requests(
-    config: Any,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    cache: CacheConfig,
-    eos_token_ids: Sequence[int],
-) -> list[Request]:
-    """Checked requests; refuses all before any of them runs."""
-    context = min(cache.max_len, config.max_position_embeddings)
-    usable = cache.num_blocks - 1
-    requests = []
-    for i, (prompt, one) in enumerate(zip(prompts, _per_prompt(params, len(prompts)), strict=True)):
-        ids = [int(token) for token in prompt]
-        if not ids:
-            raise ConfigError(f"prompt {i} is empty; give at least one token")
-        if len(ids) > context:
-            raise ConfigError(
-                f"prompt {i} has {len(ids)} tokens, the context holds {context}; shorten it"
-            )
-        if min(ids) < 0 or max(ids) >= config.vocab_size:
-            raise ConfigError(
-                f"prompt {i} has token ids from {min(ids)} to {max(ids)}; the vocabulary has "
-                f"{config.vocab_size}"
-            )
-        limit = min(one.max_tokens, context - len(ids) + 1)
-        stop = frozenset(one.stop_token_ids) | (
-            frozenset() if one.ignore_eos else frozenset(eos_token_ids)
-        )
-        request = Request(i, ids, one, limit, stop, Output(ids, []))
-        needed = cache.blocks_for(request.slots)
-        if limit and needed > usable:
-            raise ConfigError(
-                f"prompt {i} of {len(ids)} tokens and max_tokens={limit} needs {needed} blocks of "
-                f"{cache.block_size} tokens, the pool has {usable}; raise num_blocks to "
-                f"{needed + 1} or lower max_tokens"
-            )
-        requests.append(request)
-    return requests

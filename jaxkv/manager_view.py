@@ -75,6 +75,7 @@ class ManagerView(Observed):
         self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
         self.sliding_window = sliding_window
         self.weight_version = weight_version
+        self.prefix_index = prefix_index
         self.debug = debug
         self._options = dict(
             prefix_index=prefix_index, eviction=eviction, watermark=watermark,
@@ -167,6 +168,12 @@ class ManagerView(Observed):
         hits = self._pool.match(keys)
         _, extra = self._best_partial(keys, hits, tokens, len(tokens))
         return len(hits) * self.block_size + extra
+
+    def block_hashes(
+        self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None
+    ) -> list[bytes]:
+        """Chained hashes of the full blocks of a prompt: equal where the prefixes are."""
+        return self._keys(as_tokens(token_ids), self._origin(namespace, ())).hashes()
 
     def can_allocate(
         self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None,

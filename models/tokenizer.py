@@ -145,6 +145,10 @@ class Tokenizer:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
+    def stream(self) -> Detokenizer:
+        """For the text of tokens that come one by one."""
+        return Detokenizer(self)
+
     def chat(self, messages: list[dict[str, Any]]) -> str:
         """The prompt that the checkpoint's chat template makes of messages, ready for a reply.
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from jaxkv.config import DTYPES
 from jaxkv.errors import ConfigError
 from jaxkv.generate import Generation, default_cache, generate
-from jaxkv.sampling import SamplingParams
+from jaxkv.sampling_params import SamplingParams
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

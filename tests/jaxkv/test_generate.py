@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv.engine.steps import trace_counts
 from jaxkv.errors import ConfigError
 from jaxkv.generate import default_cache, generate
-from jaxkv.loop import trace_counts
-from jaxkv.sampling import SamplingParams
+from jaxkv.sampling_params import SamplingParams
 from jaxkv.state import Batch, apply_plan
 
 DATA = Path(__file__).parent.parent / "data"
@@ -158,10 +158,11 @@ def test_long_prompt_is_prefilled_in_chunks(small_model):
 
 
 def test_a_sequence_of_exactly_the_context(small_model):
-    prompt = prompts_of(256)[0]
-    output = generate(small_model, [prompt], SamplingParams(max_tokens=50)).outputs[0]
-    assert len(output.token_ids) == 1  # its KV would have no slot, but it can be sampled
-    assert output.finish_reason == "length"
+    for length in (256, 255, 250):
+        prompt = prompts_of(length)[0]
+        output = generate(small_model, [prompt], SamplingParams(max_tokens=50)).outputs[0]
+        assert len(output.token_ids) == 256 - length
+        assert output.finish_reason == "length"
 
 
 def test_decode_compiles_once_per_bucket(small_model):
@@ -174,9 +175,10 @@ def test_decode_compiles_once_per_bucket(small_model):
         cache = jaxkv.CacheConfig.for_model(small_model.config, max_len=256, max_seqs=8)
         steps += generate(small_model, prompts_of(*lengths), params, cache=cache).stats.decode_steps
     assert steps >= 200
-    decode = {key: n for key, n in trace_counts.items() if key[0] == key[1]}
-    assert set(decode) <= {(s, s) for s in (1, 2, 4, 8)}
-    assert set(trace_counts) - set(decode) <= {(t, 8) for t in (16, 64, 256)}
+    decode = {(s, s, 1) for s in (1, 2, 4, 8)}
+    prompts = {(t, 8, 1) for t in (16, 64, 256)}
+    both = {(8 + t, 16, 1) for t in (16, 64, 256)}
+    assert set(trace_counts) <= decode | prompts | both
     assert set(trace_counts.values()) == {1}
 
 
@@ -259,8 +261,8 @@ def test_tokens_arrive_as_they_are_made(small_model):
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[1], []], "prompt 1 is empty"),
-        ([[1] * 257], "257 tokens, the context holds 256"),
+        ([[1], []], "prompt 1: the prompt is empty"),
+        ([[1] * 257], "257 tokens, the longest sequence has 256"),
         ([[1, 61]], "the vocabulary has 61"),
         ([[-1]], "the vocabulary has 61"),
     ],
@@ -272,7 +274,7 @@ def test_bad_prompts_are_refused_before_anything_runs(small_model, prompts, mess
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(small_model):
     cache = jaxkv.CacheConfig.for_model(small_model.config, num_blocks=3, max_len=256)
-    with pytest.raises(ConfigError, match="needs 4 blocks of 16 tokens, the pool has 2"):
+    with pytest.raises(ConfigError, match="needs 4 blocks of 16 tokens; the pool has 2"):
         generate(small_model, prompts_of(40), SamplingParams(max_tokens=10), cache=cache)
 
 

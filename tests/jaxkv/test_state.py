@@ -10,10 +10,10 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.attention import slots
+from jaxkv.engine.steps import make_steps
 from jaxkv.errors import JaxkvError, StaleStateError
-from jaxkv.loop import make_step
 from jaxkv.reports import Plan
-from jaxkv.sampling import SamplingArrays, SamplingParams
+from jaxkv.sampling import SamplerState
 from jaxkv.state import Batch, apply_plan, pad_plan
 
 
@@ -24,41 +24,41 @@ def setup(model, max_seqs=4, length=21, sequences=1):
     return config, manager, apply_plan(state, manager.take_plan()), rows
 
 
-def decode_args(model, config, rows, position, num_seqs):
-    step = make_step(model)
+def decode_args(config, rows, position, num_seqs):
+    """What a decode step takes beside the state: the sampler comes as NumPy and cannot go stale."""
     batch = Batch.decode(
         np.array(rows), np.full(len(rows), position), num_seqs=num_seqs,
         padding_row=config.max_seqs,
     )  # fmt: skip
-    sampling = SamplingArrays.of([SamplingParams()] * len(rows), [0] * len(rows), num_seqs)
     plan = pad_plan(Plan.empty(), cells=8, lengths=8)
-    tokens = np.ones(num_seqs, np.int32)
-    return lambda state: step(state, plan, tokens, batch, sampling)
+    sampler = SamplerState.empty(config.max_seqs, config.max_len)
+    return sampler, plan, np.ones(num_seqs, np.int32), batch
+
+
+def decoder(model, config, rows, position, num_seqs):
+    step, args = make_steps(model).decode, decode_args(config, rows, position, num_seqs)
+    return lambda state: step(state, *args, num_steps=1)[:2]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("num_seqs", [1, 4])
 def test_the_step_updates_the_pool_in_place(small_model, num_seqs):
     config, _, state, rows = setup(small_model)
-    run = decode_args(small_model, config, rows, 20, num_seqs)
+    run = decoder(small_model, config, rows, 20, num_seqs)
     _, state = run(state)
     old, pointer = state, state.kv_pages.unsafe_buffer_pointer()
     _, state = run(old)
     assert state.kv_pages.unsafe_buffer_pointer() == pointer
     assert old.kv_pages.is_deleted()
-    step = make_step(small_model)
-    batch = Batch.decode(np.array(rows), np.array([20]), num_seqs=1, padding_row=4)
-    sampling = SamplingArrays.of([SamplingParams()], [0], 1)
-    plan = pad_plan(Plan.empty(), cells=8, lengths=8)
-    tokens = np.ones(1, np.int32)
-    compiled = step.func.lower(*step.args, state, plan, tokens, batch, sampling).compile()
+    step, args = make_steps(small_model).decode, decode_args(config, rows, 20, 1)
+    compiled = step.func.lower(*step.args, state, *args, num_steps=3).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= config.pool_bytes
     assert compiled.memory_analysis().temp_size_in_bytes < config.pool_bytes
 
 
 def test_a_stale_state_says_what_went_wrong(small_model):
     config, manager, state, rows = setup(small_model)
-    run = decode_args(small_model, config, rows, 20, 1)
+    run = decoder(small_model, config, rows, 20, 1)
     run(state)
     for use in (run, lambda s: apply_plan(s, manager.take_plan()),
                 lambda s: jax.jit(lambda s: s.seq_lens)(s)):  # fmt: skip
@@ -75,16 +75,16 @@ def test_a_failing_step_leaves_the_state_usable(small_model):
 
     with pytest.raises(ValueError, match="in the user's code"):
         jax.jit(bad, donate_argnums=0)(state)
-    decode_args(small_model, config, rows, 20, 1)(state)
+    decoder(small_model, config, rows, 20, 1)(state)
 
 
 def test_padded_and_inactive_rows_change_no_live_page(small_model):
     """Also right after a step in which all rows were live."""
     config, _, state, rows = setup(small_model, sequences=4)
-    _, state = decode_args(small_model, config, rows, 20, 4)(state)
+    _, state = decoder(small_model, config, rows, 20, 4)(state)
     before = np.array(state.kv_pages)
     tables = np.array(state.block_tables)
-    _, state = decode_args(small_model, config, rows[:1], 20, 4)(state)
+    _, state = decoder(small_model, config, rows[:1], 20, 4)(state)
     after = np.array(state.kv_pages)
     own = tables[rows[0]][2]  # position 20 is in the third block
     changed = np.unique(np.nonzero(before != after)[0])

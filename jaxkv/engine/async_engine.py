@@ -1,0 +1,85 @@
+"""One engine for many coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Hashable, Sequence
+from typing import Any
+
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.requests import RequestOutput
+from jaxkv.errors import JaxkvError
+from jaxkv.sampling_params import SamplingParams
+
+
+class AsyncEngine:
+    """An `Engine` whose requests are iterated by coroutines of one event loop.
+
+    Steps run in a thread, one after the other, while any request is open. Whoever stops iterating
+    aborts its request.
+
+    Example:
+      >>> import asyncio, jaxkv
+      >>> from flax import nnx
+      >>> from models import Llama, LlamaConfig
+      >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=16, num_layers=1,
+      ...                      num_heads=2, num_kv_heads=1, head_dim=4)
+      >>> engine = jaxkv.Engine(Llama(config, rngs=nnx.Rngs(0)),
+      ...                       jaxkv.CacheConfig.for_model(config, max_len=64))
+      >>> async def count(engine, prompt):
+      ...     params = jaxkv.SamplingParams(max_tokens=4)
+      ...     return sum([len(o.new_token_ids) async for o in engine.generate(prompt, params)])
+      >>> async def main():
+      ...     shared = jaxkv.AsyncEngine(engine)
+      ...     return await asyncio.gather(count(shared, [1, 2]), count(shared, [3]))
+      >>> asyncio.run(main())
+      [4, 4]
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._queues: dict[Hashable, asyncio.Queue[RequestOutput | BaseException]] = {}
+        self._lock = asyncio.Lock()  # the engine is in one thread at a time
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they come; arguments as in `Engine.submit`.
+
+        Raises:
+          ConfigError: as `Engine.submit`.
+          JaxkvError: the engine itself failed.
+        """
+        async with self._lock:
+            request_id = self.engine.submit(prompt, params, **options)
+        queue = self._queues[request_id] = asyncio.Queue()
+        open_samples = params.n if isinstance(params, SamplingParams) else 1
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._run())
+        try:
+            while open_samples:
+                output = await queue.get()
+                if isinstance(output, BaseException):
+                    raise JaxkvError("the engine failed") from output
+                open_samples -= output.finished
+                yield output
+        finally:
+            del self._queues[request_id]
+            async with self._lock:
+                self.engine.abort(request_id)
+
+    async def _run(self) -> None:
+        """Steps while there is work."""
+        try:
+            while self.engine.has_work:
+                async with self._lock:
+                    outputs = await asyncio.to_thread(self.engine.step)
+                for output in outputs:
+                    if (queue := self._queues.get(output.request_id)) is not None:
+                        queue.put_nowait(output)
+                await asyncio.sleep(0)  # those who wait for the lock come first
+        except BaseException as error:
+            for queue in self._queues.values():
+                queue.put_nowait(error)
+            raise

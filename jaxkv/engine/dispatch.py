@@ -1,0 +1,273 @@
+"""From a scheduler's work to a compiled step and back: batches, buckets, rows on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.config import CacheConfig
+from jaxkv.engine.requests import Sequence
+from jaxkv.engine.scheduler import Chunk, SchedulerConfig, Work
+from jaxkv.engine.steps import Entries, Steps, make_steps
+from jaxkv.reports import Plan
+from jaxkv.sampling import Sampled, SamplerState, copy_rows, set_rows
+from jaxkv.sampling_params import LogitsProcessor
+from jaxkv.state import (
+    Batch,
+    PagedState,
+    apply_plan,
+    bucket,
+    init_state,
+    is_stale,
+    pad_plan,
+)
+
+_LOGPROB_BUCKETS = (0, 8, 64)  # likeliest tokens that a step reports
+_MIN_PLAN = 8  # cells and lengths of the smallest plan that a step takes along
+
+
+@dataclasses.dataclass
+class Flight:
+    """A step that was sent off.
+
+    Attributes:
+      work: what it computes.
+      sampled: what it brings; arrays on the device.
+      places: (sequence, first place among the sampled, number of its tokens) of each.
+      stride: from one token of a sequence to its next.
+      prompts: (chunk, first place of its tokens) where their log-probabilities are wanted.
+    """
+
+    work: Work
+    sampled: Sampled
+    places: list[tuple[Sequence, int, int]]
+    stride: int
+    prompts: list[tuple[Chunk, int]]
+
+
+class Device:
+    """The cache, the sampler's rows, and the steps that move them on."""
+
+    def __init__(self, model: Any, cache: CacheConfig, config: SchedulerConfig):
+        self.cache, self.config = cache, config
+        self._steps: Steps = make_steps(model)
+        self.decode_buckets = sorted({*(1 << i for i in range(cache.max_seqs.bit_length())),
+                                      cache.max_seqs})  # fmt: skip
+        self.processors: list[LogitsProcessor] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty cache and no sequences: at the start, and after a step that failed."""
+        self.state: PagedState = init_state(self.cache)
+        self.sampler: SamplerState = jax.tree.map(jnp.asarray, self._empty(self.cache.max_seqs))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a step that failed took the cache with it."""
+        return is_stale(self.state) or self.sampler.token_ids.is_deleted()
+
+    def _empty(self, rows: int) -> SamplerState:
+        states = tuple(
+            jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, 0), processor.init())
+            for processor in self.processors
+        )
+        empty = SamplerState.empty(rows, self.cache.max_len)
+        return dataclasses.replace(empty, processor_states=states)
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def use_processor(self, processor: LogitsProcessor | None) -> int:
+        """Its index, -1 for none; from its first use on, steps are compiled with it."""
+        if processor is None:
+            return -1
+        if processor not in self.processors:
+            rows = self.cache.max_seqs
+            first = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], rows, 0),
+                                 processor.init())  # fmt: skip
+            self.processors.append(processor)
+            states = (*self.sampler.processor_states, first)
+            self.sampler = dataclasses.replace(self.sampler, processor_states=states)
+        return self.processors.index(processor)
+
+    def disable_processor(self, index: int) -> None:
+        """A processor that failed does nothing from now on."""
+        self.processors[index] = LogitsProcessor(
+            self.processors[index].init, lambda logits, state, tokens, length: (logits, state)
+        )
+
+    def drop_processors(self) -> None:
+        """No request uses one any more."""
+        if self.processors:
+            self.processors.clear()
+            self.sampler = dataclasses.replace(self.sampler, processor_states=())
+
+    def processor_state(self, sequence: Sequence) -> Any:
+        """The state of a running sequence's processor, to be kept while it has no row."""
+        i = sequence.request.processor
+        if i < 0:
+            return None
+        return jax.tree.map(lambda x: x[sequence.row], self.sampler.processor_states[i])
+
+    def fill_rows(self, sequences: Seq[Sequence]) -> None:
+        """The rows of sequences that were admitted: tokens and parameters."""
+        if not sequences:
+            return
+        size = 1 << (len(sequences) - 1).bit_length()
+        new = self._empty(size)
+        rows = np.full(size, self.cache.max_seqs, np.int32)
+        for i, sequence in enumerate(sequences):
+            request = sequence.request
+            rows[i] = sequence.row
+            new.fill(
+                i, sequence.tokens, request.params, num_prompt=len(request.prompt),
+                end=request.end, stop_ids=sorted(request.stop_ids), seed=request.seed,
+                sample=sequence.sample, processor=request.processor,
+            )  # fmt: skip
+            if sequence.processor_state is not None:
+                kept = new.processor_states[request.processor]
+                jax.tree.map(lambda x, s, i=i: x.__setitem__(i, s), kept, sequence.processor_state)
+                sequence.processor_state = None
+        self.sampler = set_rows(self.sampler, rows, new)
+
+    def copy_rows(self, pairs: Seq[tuple[Sequence, Sequence]]) -> None:
+        """(parent, child): the child's row becomes the parent's, with the child's seed."""
+        if not pairs:
+            return
+        size = 1 << (len(pairs) - 1).bit_length()
+        sources, rows = np.zeros(size, np.int32), np.full(size, self.cache.max_seqs, np.int32)
+        seeds, samples = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
+        for i, (parent, child) in enumerate(pairs):
+            sources[i], rows[i] = parent.row, child.row
+            seeds[i], samples[i] = child.request.seed, child.sample
+        self.sampler = copy_rows(self.sampler, sources, rows, seeds, samples)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def send(self, work: Work, plan: Plan) -> Flight:
+        """Sends a step off; does not wait for it. Donates state and sampler."""
+        largest = _largest_logprobs(work)
+        options: dict[str, Any] = dict(num_logprobs=largest, processors=tuple(self.processors))
+        if work.chunks:
+            brings, args = self._mixed(work)
+            size = max(_MIN_PLAN, self.cache.max_seqs)
+            step = self._steps.step
+        else:
+            brings, args = self._decode(work)
+            size = max(_MIN_PLAN, len(args[0]))
+            step = self._steps.decode
+            options["num_steps"] = work.num_steps
+        if len(plan.cells) > size or len(plan.lengths) > size:
+            # Too many changes for the step's own small plan (a prompt came or went).
+            self.state = apply_plan(self.state, plan)
+            plan = Plan.empty()
+        padded = pad_plan(plan, cells=size, lengths=size)
+        sampled, self.state, self.sampler = step(self.state, self.sampler, padded, *args, **options)
+        return Flight(work, sampled, *brings)
+
+    def send_draft(self, sequence: Sequence, tokens: list[int], plan: Plan) -> Sampled:
+        """A choice after each of `tokens`, which follow what is computed of a sequence."""
+        max_seqs, count = self.cache.max_seqs, len(tokens)
+        num_tokens = bucket(count, self.config.prefill_buckets)
+        batch = Batch.ragged(
+            [sequence.row], [sequence.scheduled], [count],
+            num_tokens=num_tokens, num_seqs=min(num_tokens, max_seqs), padding_row=max_seqs,
+        )  # fmt: skip
+        batch = dataclasses.replace(batch, logits_at=np.arange(num_tokens, dtype=np.int32))
+        given, rows = np.full(num_tokens, -1, np.int32), np.full(num_tokens, max_seqs, np.int32)
+        given[:count], rows[:count] = tokens, sequence.row
+        # Nothing is kept: which choices count is known when all of them are.
+        entries = Entries(rows, np.zeros(num_tokens, bool), np.full(num_tokens, -1, np.int32))
+        wanted = sequence.request.logprobs
+        self.apply(plan)
+        nothing = pad_plan(Plan.empty(), cells=_MIN_PLAN, lengths=_MIN_PLAN)
+        sampled, self.state, self.sampler = self._steps.step(
+            self.state, self.sampler, nothing, given, batch, entries,
+            num_logprobs=None if wanted < 0 else bucket(wanted, _LOGPROB_BUCKETS),
+            processors=tuple(self.processors),
+        )  # fmt: skip
+        return sampled
+
+    def apply(self, plan: Plan) -> None:
+        """The tables follow the manager without a step."""
+        self.state = apply_plan(self.state, plan)
+
+    def _decode(self, work: Work):
+        decodes = work.decodes
+        batch = Batch.decode(
+            np.array([s.row for s in decodes], np.int32),
+            np.array([s.scheduled for s in decodes], np.int32),
+            num_seqs=bucket(len(decodes), self.decode_buckets),
+            padding_row=self.cache.max_seqs,
+        )
+        tokens = np.full(len(batch.positions), -1, np.int32)
+        tokens[: len(decodes)] = _known_tokens(decodes)
+        places = [(s, i, min(work.num_steps, s.left)) for i, s in enumerate(decodes)]
+        return (places, len(tokens), []), (tokens, batch)
+
+    def _mixed(self, work: Work):
+        decodes, chunks, max_seqs = work.decodes, work.chunks, self.cache.max_seqs
+        wanted = sum(chunk.count for chunk in chunks)
+        num_tokens = bucket(wanted, self.config.prefill_buckets)
+        num_decodes = max_seqs if decodes else 0
+        num_seqs = min(num_tokens, max_seqs)
+        batch = Batch.mixed(
+            np.array([s.row for s in decodes], np.int32),
+            np.array([s.scheduled for s in decodes], np.int32),
+            [c.sequence.row for c in chunks],
+            [c.start for c in chunks],
+            [c.count for c in chunks],
+            num_decodes=num_decodes, num_tokens=num_tokens, num_seqs=num_seqs,
+            padding_row=max_seqs,
+        )  # fmt: skip
+        tokens = np.full(len(batch.positions), -1, np.int32)
+        tokens[: len(decodes)] = _known_tokens(decodes)
+        # Places: decodes, then a choice for each chunk's end and its children, then, where the
+        # prompts' log-probabilities are wanted, all tokens of the chunks.
+        ends = [c for c in chunks if c.last]
+        choices = sum(1 + len(c.children) for c in ends)
+        room = num_seqs if choices <= num_seqs else max_seqs
+        whole = any(c.sequence.request.wants_prompt_logprobs for c in chunks)
+        size = num_decodes + room + (num_tokens if whole else 0)
+        at, rows = np.zeros(size, np.int32), np.full(size, max_seqs, np.int32)
+        keep, targets = np.zeros(size, bool), np.full(size, -1, np.int32)
+        at[: len(decodes)] = np.arange(len(decodes))
+        rows[: len(decodes)] = batch.rows[: len(decodes)]
+        keep[: len(decodes)] = True
+        places = [(s, i, 1) for i, s in enumerate(decodes)]
+        prompts, place, token = [], num_decodes, num_decodes
+        for chunk in chunks:
+            if whole and chunk.sequence.request.wants_prompt_logprobs:
+                first = room + token
+                span = slice(first, first + chunk.count)
+                at[span] = np.arange(token, token + chunk.count)
+                nexts = chunk.sequence.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]
+                targets[first : first + len(nexts)] = nexts
+                prompts.append((chunk, first))
+            token += chunk.count
+            if chunk.last:
+                for sequence in (chunk.sequence, *chunk.children):
+                    at[place], rows[place], keep[place] = token - 1, sequence.row, True
+                    places.append((sequence, place, 1))
+                    place += 1
+        batch = dataclasses.replace(batch, logits_at=at)
+        return (places, 1, prompts), (tokens, batch, Entries(rows, keep, targets))
+
+
+def _known_tokens(decodes: list[Sequence]) -> list[int]:
+    """The tokens that decodes consume, where the host has seen them; -1 elsewhere."""
+    return [s.tokens[s.scheduled] if s.scheduled < len(s.tokens) else -1 for s in decodes]
+
+
+def _largest_logprobs(work: Work) -> int | None:
+    """How many likeliest tokens a step must report; None: no log-probabilities."""
+    wanted = -1
+    for sequence in work.decodes:
+        wanted = max(wanted, sequence.request.logprobs)
+    for chunk in work.chunks:
+        wanted = max(wanted, chunk.sequence.request.logprobs)
+    return None if wanted < 0 else bucket(wanted, _LOGPROB_BUCKETS)

@@ -1,0 +1,54 @@
+"""Guesses at the next tokens, for `Engine.verify`. Host code: imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxkv.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLookup:
+    """What followed the last time that the sequence's last few tokens came up in it.
+
+    No second model: pays where outputs quote their prompts (prompt lookup decoding,
+    https://github.com/apoorvumang/prompt-lookup-decoding).
+
+    Attributes:
+      max_ngram: longest run of last tokens that is looked for; shorter ones if it is not found.
+      min_ngram: shortest.
+      num_tokens: longest draft.
+
+    Raises:
+      ConfigError: a size out of range.
+
+    Example:
+      >>> from jaxkv import PromptLookup
+      >>> PromptLookup(num_tokens=3)([7, 1, 2, 3, 4, 5, 9, 1, 2])
+      [3, 4, 5]
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 1
+    num_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram or self.num_tokens < 1:
+            raise ConfigError(
+                f"min_ngram={self.min_ngram} must be at least 1 and at most "
+                f"max_ngram={self.max_ngram}, and num_tokens={self.num_tokens} at least 1"
+            )
+
+    def __call__(self, tokens: Sequence[int]) -> list[int]:
+        """A draft of what follows the tokens; empty if nothing is found."""
+        known = np.asarray(tokens, np.int64)
+        for size in range(min(self.max_ngram, len(known) - 1), self.min_ngram - 1, -1):
+            windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size)
+            found = np.flatnonzero((windows == known[-size:]).all(axis=1))
+            if len(found):
+                start = int(found[-1]) + size
+                return known[start : start + self.num_tokens].tolist()
+        return []

@@ -1,0 +1,316 @@
+"""The engine: requests in, tokens out, over one paged cache that all of them share."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxkv.engine.beam import Beam
+from jaxkv.engine.core import EngineCore
+from jaxkv.engine.requests import RequestOutput, Sequence, Status
+from jaxkv.engine.statistics import EngineStats
+from jaxkv.engine.validation import (
+    checked_prompt,
+    checked_stop_ids,
+    require_beams_fit,
+    require_fits,
+)
+from jaxkv.errors import ConfigError, JaxkvError
+from jaxkv.sampling_params import BeamSearchParams, SamplingParams
+
+AnyParams = SamplingParams | BeamSearchParams
+
+
+class Engine(EngineCore):
+    """Continuous batching over a model: a Python object that a research loop drives.
+
+    Every call of `step` sends the next step to the device and gives what the one before brought.
+    One thread drives an engine.
+
+    Args:
+      model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config` that has
+        `num_layers`, `num_kv_heads`, `head_dim`, `vocab_size`, `max_position_embeddings`,
+        `eos_token_ids`.
+      cache: sizes of the cache; its rows (`max_seqs`) are the sequences that can run at once.
+      scheduler: how steps are formed.
+      tokenizer: with `encode(text)` and `stream()`, such as `models.Checkpoint.tokenizer`; for
+        prompts and outputs as text, and for stop texts.
+      eos_token_ids: in place of the model's own.
+      seed: of the requests that bring none.
+      clock: seconds, monotonic.
+      manager_options: of the `BlockManager`: prefix_index, eviction, watermark, ...
+
+    Example:
+      >>> import jaxkv
+      >>> from flax import nnx
+      >>> from models import Llama, LlamaConfig
+      >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=16, num_layers=1,
+      ...                      num_heads=2, num_kv_heads=1, head_dim=4)
+      >>> model = Llama(config, rngs=nnx.Rngs(0))
+      >>> engine = jaxkv.Engine(model, jaxkv.CacheConfig.for_model(config, max_len=64))
+      >>> request = engine.submit([1, 2, 3], jaxkv.SamplingParams(max_tokens=5))
+      >>> sum(len(output.new_token_ids) for output in engine.stream())
+      5
+    """
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Seq[int],
+        params: AnyParams | None = None,
+        *,
+        request_id: Hashable = None,
+        priority: int = 0,
+        namespace: Any = None,
+    ) -> Hashable:
+        """A request for the tokens after a prompt; gives its id.
+
+        Args:
+          prompt: token ids, or text if there is a tokenizer.
+          params: greedy by default. Of a beam search the hypotheses come at its end, best first, as
+            samples.
+          request_id: its name; None: a number.
+          priority: higher ones go first, under the scheduler's policy "priority".
+          namespace: of its blocks in the prefix cache, as in `BlockManager.allocate`.
+
+        Raises:
+          ConfigError: an empty prompt, one longer than the longest sequence, a token id outside the
+            vocabulary, an id that is in use, or a request that the pool can never hold; with the
+            numbers. Nothing was changed.
+        """
+        params = params or SamplingParams()
+        beams = params if isinstance(params, BeamSearchParams) else None
+        if beams is not None:
+            params = SamplingParams(
+                max_tokens=beams.max_tokens, stop_token_ids=beams.stop_token_ids,
+                ignore_eos=beams.ignore_eos, detokenize=beams.detokenize,
+            )  # fmt: skip
+        assert isinstance(params, SamplingParams)
+        tokens = checked_prompt(
+            prompt, self.tokenizer, max_len=self.max_len, vocab_size=self.vocab_size
+        )
+        if params.stop and self.tokenizer is None:
+            raise ConfigError(f"stop={params.stop} needs the engine's tokenizer=")
+        if request_id is not None and request_id in self._requests:
+            raise ConfigError(f"request {request_id!r} is running already; give another id")
+        end = min(len(tokens) + params.max_tokens, self.max_len)
+        require_fits(self.manager, request_id, len(tokens), end)
+        if beams is not None:
+            require_beams_fit(self.manager, beams.width, len(tokens), end)
+        stop_ids = checked_stop_ids(params.stop_token_ids, self.eos_token_ids, params.ignore_eos)
+        request = self._new_request(
+            request_id, tokens, params, priority, namespace, stop_ids, end,
+            unforked=params.num_samples - 1,
+        )  # fmt: skip
+        first = self._scheduler.sequence(request, tokens)
+        if end == len(tokens):  # no token is wanted, or none fits
+            request.unforked = 0
+            self._finish(first, "length")
+            return request.id
+        if beams is not None:
+            request.beam = Beam(beams, len(tokens), stop_ids, end)
+            request.logprobs = 2 * beams.width
+            self._searching.append(request)
+        self._scheduler.add(first)
+        return request.id
+
+    def abort(self, request_id: Hashable) -> None:
+        """Ends a request and all its samples; nothing where it is unknown or over."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.unforked = 0
+            for sequence in list(request.samples):
+                self._finish(sequence, "abort")
+
+    def fork(
+        self, request_id: Hashable, *, new_id: Hashable = None, seed: int | None = None
+    ) -> Hashable:
+        """A new request that goes on from where another one is, and shares its blocks.
+
+        Together with `rollback` and `abort`: tree search. The new one draws from a seed of its own.
+
+        Args:
+          request_id: a running request of one sample.
+          new_id: the new one's name; None: a number.
+          seed: the new one's; None: one of the engine's.
+
+        Returns:
+          The new request's id.
+
+        Raises:
+          JaxkvError: no such request is running, or it has several samples, or the id is in use.
+        """
+        parent = self._one_sample(request_id)
+        if new_id is not None and new_id in self._requests:
+            raise JaxkvError(f"request {new_id!r} is running already; give another id")
+        old = parent.request
+        request = self._new_request(
+            new_id, old.prompt, dataclasses.replace(old.params, seed=seed), 0, old.namespace,
+            old.stop_ids, old.end,
+        )  # fmt: skip
+        request.num_cached_tokens = old.num_cached_tokens
+        child = self._scheduler.sequence(request, parent.tokens)
+        child.reported, child.shown = parent.reported, parent.shown
+        child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
+        if parent.status is not Status.RUNNING or not self._scheduler.fork(parent, child):
+            child.processor_state = parent.processor_state
+            self._scheduler.add(child)  # finds the parent's full blocks in the prefix cache
+        return request.id
+
+    def rollback(self, request_id: Hashable, num_tokens: int) -> None:
+        """Takes back the last generated tokens of a running request; it goes on from there.
+
+        What it draws next is the same again, unless it is a fork: a seed is for good.
+
+        Raises:
+          JaxkvError: no such request is running, it has several samples or a logits processor
+            (whose state does not go back), or fewer tokens than that.
+        """
+        sequence = self._one_sample(request_id)
+        generated = len(sequence.tokens) - len(sequence.request.prompt)
+        if not 0 <= num_tokens <= generated:
+            raise JaxkvError(f"cannot take back {num_tokens} of {generated} generated tokens")
+        if sequence.request.processor >= 0:
+            raise JaxkvError(f"request {request_id!r} has a logits processor: its state stays")
+        if not num_tokens:
+            return
+        del sequence.tokens[-num_tokens:]
+        if sequence.logprobs:
+            gone = sequence.logprobs[-num_tokens:]
+            del sequence.logprobs[-num_tokens:]
+            sequence.cumulative_logprob -= sum(x.logprob for x in gone)
+        self._scheduler.cut(sequence)
+        self._outputs.cut(sequence)
+
+    def verify(self, request_id: Hashable, draft_tokens: Seq[int]) -> list[int]:
+        """Speculative decoding: takes a draft's tokens as far as the model would choose them.
+
+        One step computes all of them at once. Each token is chosen as `step` would have chosen it,
+        with its own key, so that the output is the same as without drafts; a draft that is right is
+        a token for free (speculative sampling, https://arxiv.org/abs/2211.17192, of a draft model
+        that is certain).
+
+        Args:
+          request_id: a running request of one sample whose prompt is computed.
+          draft_tokens: a guess at what comes next, such as `PromptLookup`'s; may be empty.
+
+        Returns:
+          The new tokens: as much of the draft as is right, and one more.
+
+        Raises:
+          JaxkvError: no such request is running, its prompt is still to be computed, or it has
+            several samples or a logits processor.
+          ConfigError: a token outside the vocabulary.
+        """
+        sequence = self._one_sample(request_id)
+        if sequence.request.processor >= 0:
+            raise JaxkvError(f"request {request_id!r} has a logits processor: verify cannot run it")
+        if sequence.status is not Status.RUNNING or sequence.prefilling:
+            raise JaxkvError(f"the tokens of request {request_id!r} are to be computed: step first")
+        draft = [int(token) for token in draft_tokens]
+        if draft and not (min(draft) >= 0 and max(draft) < self.vocab_size):
+            raise ConfigError(f"draft {draft} has tokens outside the vocabulary")
+        room = min(sequence.left, self.config.max_tokens_per_step) - 1
+        return self._verify(sequence, draft[:room])
+
+    def _one_sample(self, request_id: Hashable) -> Sequence:
+        """The only sample of a running request, with all its tokens known."""
+        self._drain()
+        request = self._requests.get(request_id)
+        if request is None:
+            raise JaxkvError(f"no request {request_id!r} is running; {len(self._requests)} are")
+        if request.unforked or len(request.samples) > 1 or request.beam is not None:
+            raise JaxkvError(f"request {request_id!r} has several samples; give each its request")
+        return request.samples[0]
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Sends the next step off, and gives what has come since the last call.
+
+        Without work it does nothing. An error inside a step ends the requests concerned, whose
+        outputs say so, and not the engine.
+        """
+        if self._searching:
+            self._drain()  # what its hypotheses become decides what is computed next
+        idle = not self._flights
+        sent = self._send()
+        while len(self._flights) > (sent and self.config.pipeline):
+            self._collect(self._flights.popleft())
+        if idle and not sent and self._scheduler.waiting:
+            self._refuse(self._scheduler.waiting[0])
+        began = time.perf_counter()
+        outputs = self._outputs.take()
+        self._stats.host.detokenize += time.perf_counter() - began
+        return outputs
+
+    def stream(self) -> Iterator[RequestOutput]:
+        """Outputs as they come, until no request is left."""
+        while self.has_work:
+            yield from self.step()
+
+    def generate(
+        self,
+        prompts: Seq[str | Seq[int]],
+        params: AnyParams | Seq[AnyParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[list[RequestOutput]]:
+        """Runs prompts to their ends; the last output of each of their samples.
+
+        Args:
+          prompts: token ids or texts.
+          params: for all, or one for each.
+          progress: a bar on standard error.
+
+        Raises:
+          ConfigError: as `submit`, before anything runs.
+        """
+        if params is None or isinstance(params, SamplingParams | BeamSearchParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts but {len(params)} sampling parameters")
+        ids: list[Hashable] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                ids.append(self.submit(prompt, one))
+        except ConfigError as error:
+            for request_id in ids:
+                self.abort(request_id)
+            self._outputs.take()
+            raise ConfigError(f"prompt {len(ids)}: {error}") from None
+        last: dict[Hashable, dict[int, RequestOutput]] = {request_id: {} for request_id in ids}
+        open_ids = set(ids)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                   TimeElapsedColumn())  # fmt: skip
+        with Progress(*columns, console=Console(stderr=True), transient=True,
+                      disable=not progress) as bar:  # fmt: skip
+            task = bar.add_task("generating", total=len(ids))
+            while open_ids or self._outputs:
+                for output in self.step():
+                    if output.request_id in last:
+                        last[output.request_id][output.sample] = output
+                open_ids &= self._requests.keys()
+                bar.update(task, completed=len(ids) - len(open_ids))
+        return [[last[i][sample] for sample in sorted(last[i])] for i in ids]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return bool(self._requests or self._flights or self._outputs)
+
+    def stats(self) -> EngineStats:
+        """Counts so far, and blocks by use."""
+        return dataclasses.replace(
+            self._stats,
+            host=dataclasses.replace(self._stats.host),
+            waiting=len(self._scheduler.waiting),
+            running=len(self._scheduler.running),
+            blocks=self.manager.stats(),
+        )

@@ -1,0 +1,128 @@
+"""What users hear of their requests: new tokens, their text, stop texts. Host code, no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxkv.engine.requests import Request, RequestOutput, Sequence
+
+
+class Outputs:
+    """Sequences with news since the last call of `take`.
+
+    Text costs more than all else the host does for a token, so it is made when the outputs are, and
+    where a request has stop texts at once.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._news: dict[Sequence, None] = {}  # in order
+
+    def __bool__(self) -> bool:
+        return bool(self._news)
+
+    def note(self, sequence: Sequence) -> None:
+        """Something about it is to be told; of a best-of request only when all have ended."""
+        request = sequence.request
+        if request.beam is None and request.params.num_samples == request.params.n:
+            self._news[sequence] = None
+
+    def choose(self, request: Request) -> None:
+        """The best hypotheses of a beam search; the best samples where some were drawn to spare."""
+        params, best = request.params, request.beam and request.beam.results()
+        if request.beam is not None:
+            for rank, sequence in enumerate(request.samples[: len(best or [0])]):
+                sequence.sample = rank
+                if best:
+                    sequence.tokens, sequence.finish_reason = best[rank].tokens, best[rank].reason
+                    sequence.cumulative_logprob = best[rank].logprob
+                self._news[sequence] = None
+        elif params.num_samples > params.n:
+            ended = [s for s in request.samples if s.finish_reason in ("stop", "length")]
+            best = sorted(ended or request.samples, key=_mean_logprob, reverse=True)[: params.n]
+            for rank, sequence in enumerate(best):
+                sequence.sample = rank
+                self._news[sequence] = None
+
+    def finds_stop_text(self, sequence: Sequence) -> bool:
+        """Whether one of its stop texts is complete; the text ends before it."""
+        request = sequence.request
+        self._decode(sequence)
+        generated = len(sequence.tokens) - len(request.prompt)
+        if generated <= request.params.min_tokens:
+            return False
+        # A stop text may have begun with earlier tokens, but not have been complete before.
+        begin = max(0, sequence.searched - max(map(len, request.params.stop)) + 1)
+        found = [at for text in request.params.stop if (at := sequence.text.find(text, begin)) >= 0]
+        sequence.searched = len(sequence.text)
+        if found:
+            sequence.text = sequence.text[: min(found)]
+        return bool(found)
+
+    def cut(self, sequence: Sequence) -> None:
+        """Some of its last tokens are no more; its text is made anew, and shown from there on."""
+        generated = len(sequence.tokens) - len(sequence.request.prompt)
+        sequence.reported = min(sequence.reported, generated)
+        sequence.detokenizer, sequence.text, sequence.searched = None, "", 0
+        if self._tokenizer is not None and sequence.request.params.detokenize:
+            self._decode(sequence)
+            sequence.shown = min(sequence.shown, len(sequence.text))
+
+    def take(self) -> list[RequestOutput]:
+        """Outputs of the sequences with news."""
+        news, self._news = self._news, {}
+        return [self._output(sequence) for sequence in news]
+
+    def _decode(self, sequence: Sequence) -> None:
+        """Brings a sequence's text up to its tokens."""
+        if sequence.detokenizer is None:
+            sequence.detokenizer = self._tokenizer.stream()
+            sequence.decoded = len(sequence.request.prompt)
+        new = sequence.tokens[sequence.decoded :]
+        sequence.decoded += len(new)
+        sequence.text += sequence.detokenizer.push(new)
+        if sequence.finish_reason is not None:
+            sequence.text += sequence.detokenizer.flush()
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
+        request, params = sequence.request, sequence.request.params
+        start = len(request.prompt) + sequence.reported
+        new, first = sequence.tokens[start:], sequence.reported == 0
+        text = ""
+        if self._tokenizer is not None and params.detokenize:
+            if not params.stop or sequence.finish_reason != "stop":
+                self._decode(sequence)
+            # What may yet become a stop text is held back.
+            safe = len(sequence.text)
+            if sequence.finish_reason is None:
+                safe -= _could_begin(sequence.text, params.stop)
+            text = sequence.text[sequence.shown : safe]
+            sequence.shown = max(sequence.shown, safe)
+        keeps = request.logprobs >= 0
+        output = RequestOutput(
+            request.id, sequence.sample, new, text, sequence.tokens[len(request.prompt) :],
+            sequence.text[: sequence.shown], sequence.finish_reason, sequence.error, request.prompt,
+            request.num_cached_tokens or 0,
+            sequence.logprobs[sequence.reported :] if params.logprobs is not None else None,
+            request.prompt_logprobs if first else None,
+            sequence.cumulative_logprob if keeps else None, sequence.num_preemptions,
+            request.timings,
+        )  # fmt: skip
+        sequence.reported += len(new)
+        return output
+
+
+def _mean_logprob(sequence: Sequence) -> float:
+    return sequence.cumulative_logprob / max(1, len(sequence.tokens) - len(sequence.request.prompt))
+
+
+def _could_begin(text: str, stops: Iterable[str]) -> int:
+    """Characters at the end of a text with which a stop text could begin."""
+    longest = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest

@@ -1,0 +1,221 @@
+"""A request, its samples, and what the user hears of them. Host code: imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Hashable
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxkv.engine.beam import Beam
+from jaxkv.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token, before penalties, temperature and limits.
+
+    Attributes:
+      token: its id.
+      logprob: natural log of its probability.
+      top: the likeliest tokens there, {id: logprob}, likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclasses.dataclass(slots=True)
+class Timings:
+    """Seconds of the engine's clock.
+
+    Attributes:
+      submitted: when the request came.
+      scheduled: when it first got blocks.
+      first_token: when its first token was there.
+      finished: when it ended.
+    """
+
+    submitted: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """What a step brought for one sample of a request.
+
+    Attributes:
+      request_id: the request.
+      sample: which of its samples.
+      new_token_ids: tokens of this step.
+      new_text: the text that they complete; "" without a tokenizer.
+      token_ids: all tokens so far, the end token included.
+      text: all text so far, up to a stop text.
+      finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
+        (max_tokens or the cache's longest sequence), "abort", or "error".
+      error: what went wrong, if something did.
+      prompt_ids: the prompt.
+      num_cached_tokens: prompt tokens whose KV was found in the cache.
+      logprobs: of the new tokens, if asked for.
+      prompt_logprobs: of the prompt from its second token on, if asked for; with the first output.
+      cumulative_logprob: of all tokens so far, if log-probabilities are kept.
+      num_preemptions: how often it lost its blocks.
+      timings: of the request.
+    """
+
+    request_id: Hashable
+    sample: int
+    new_token_ids: list[int]
+    new_text: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    error: str | None
+    prompt_ids: list[int]
+    num_cached_tokens: int
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    cumulative_logprob: float | None
+    num_preemptions: int
+    timings: Timings
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the sample's last output."""
+        return self.finish_reason is not None
+
+
+class Status(enum.Enum):
+    """Where a sequence is."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Request:
+    """What was submitted.
+
+    Attributes:
+      id: the user's or the engine's name for it.
+      prompt: token ids.
+      params: as submitted.
+      namespace: of its blocks in the prefix cache.
+      order: (-priority, number of arrival): who goes first, and who is preempted last.
+      stop_ids: tokens that end it.
+      end: length at which it ends.
+      seed: of its keys.
+      timings: see there.
+      samples: its sequences; there are more to come while the prompt is being computed.
+      unforked: samples that will be forked off the first one when its prompt is computed.
+      num_cached_tokens: prompt tokens found in the cache when it first got blocks.
+      prompt_logprobs: so far.
+      processor: index of its logits processor, or -1.
+      beam: the state of its beam search, if it is one.
+      logprobs: likeliest tokens to report; 0: the token's own alone; -1: no log-probabilities.
+    """
+
+    id: Hashable
+    prompt: list[int]
+    params: SamplingParams
+    namespace: Any
+    order: tuple[int, int]
+    stop_ids: frozenset[int]
+    end: int
+    seed: int
+    timings: Timings
+    samples: list[Sequence] = dataclasses.field(default_factory=list)
+    unforked: int = 0
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    processor: int = -1
+    logprobs: int = -1
+    beam: Beam | None = None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still missing."""
+        have = -1 if self.prompt_logprobs is None else len(self.prompt_logprobs)
+        return self.params.prompt_logprobs and have < len(self.prompt) - 1
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample of a request.
+
+    Attributes:
+      key: its name in the block manager.
+      request: whose.
+      sample: its number; part of the keys of its random draws.
+      tokens: prompt and output, as far as the host knows them.
+      status: see there.
+      row: of the block table and of the sampler; -1 without blocks.
+      scheduled: leading positions whose KV has been computed, or is being.
+      appended: leading tokens that the block manager knows.
+      in_flight: tokens that have been sampled, or are being, and that the host has not seen.
+      finish_reason: None while it goes on.
+      error: what went wrong.
+      reported: tokens that outputs have given.
+      text: as far as it is known.
+      decoded: tokens that it comes from, the prompt counted.
+      searched: characters of it in which no stop text ends.
+      shown: characters of it that outputs have given.
+      detokenizer: of its output, or None.
+      logprobs: of its output tokens, if kept.
+      cumulative_logprob: their sum.
+      num_preemptions: how often it lost its blocks.
+      processor_state: of its logits processor while it has no row.
+      hashes: of its leading blocks, as far as they were needed.
+      candidates: (ids, log-probabilities) of its likeliest next tokens, until its beam search has
+        those of all its hypotheses.
+    """
+
+    key: int
+    request: Request
+    sample: int
+    tokens: list[int]
+    status: Status = Status.NEW
+    row: int = -1
+    scheduled: int = 0
+    appended: int = 0
+    in_flight: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    reported: int = 0
+    text: str = ""
+    decoded: int = 0
+    searched: int = 0
+    shown: int = 0
+    detokenizer: Any = None
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_preemptions: int = 0
+    processor_state: Any = None
+    hashes: list[bytes] = dataclasses.field(default_factory=list)
+    candidates: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether tokens that the manager got with the sequence are still to be computed."""
+        return self.scheduled < self.appended
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it can bring its next token: its last one may still be on its way."""
+        if self.prefilling or self.left <= 0:
+            return False
+        return self.request.beam is None or (self.candidates is None and not self.in_flight)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still bring, those in flight not counted."""
+        return self.request.end - len(self.tokens) - self.in_flight

@@ -1,0 +1,435 @@
+"""What the next step computes: decodes and prompt chunks under a token budget.
+
+All that grows in the block manager grows here, so that there is one place that can run out of
+blocks, and one that preempts. Host code: imports no JAX.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from jaxkv.block_manager import BlockManager
+from jaxkv.engine.requests import Request, Sequence, Status
+from jaxkv.errors import ConfigError, OutOfBlocksError
+from jaxkv.sequence_table import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """How an engine forms its steps.
+
+    Attributes:
+      max_tokens_per_step: prompt tokens of one step, decodes not counted: the chunk size.
+      prefill_buckets: numbers of prompt tokens that steps are compiled for; the largest is
+        `max_tokens_per_step`.
+      policy: "fcfs": first come, first served; "priority": higher priorities first.
+      decode_steps_per_dispatch: tokens of each sequence that the device makes on its own when no
+        prompt waits for it.
+      defer_shared_prefixes: a request waits while another computes a prefix that both need.
+      pipeline: the next step is prepared and sent off before this one's tokens have come back.
+
+    Raises:
+      ConfigError: a value out of range.
+    """
+
+    max_tokens_per_step: int = 256
+    prefill_buckets: tuple[int, ...] = (16, 64, 256)
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    decode_steps_per_dispatch: int = 1
+    defer_shared_prefixes: bool = True
+    pipeline: bool = True
+
+    def __post_init__(self) -> None:
+        buckets = self.prefill_buckets
+        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+            raise ConfigError(f"prefill_buckets={buckets} must rise, from 1 or more")
+        if self.max_tokens_per_step != buckets[-1]:
+            raise ConfigError(
+                f"max_tokens_per_step={self.max_tokens_per_step} must be the largest of "
+                f"prefill_buckets={buckets}"
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"policy={self.policy!r} is neither 'fcfs' nor 'priority'")
+        if self.decode_steps_per_dispatch < 1:
+            raise ConfigError(
+                f"decode_steps_per_dispatch={self.decode_steps_per_dispatch} must be at least 1"
+            )
+
+
+@dataclasses.dataclass
+class Chunk:
+    """Tokens `start : start + count` of a sequence.
+
+    Attributes:
+      sequence: whose.
+      start: first position.
+      count: positions.
+      children: samples forked off in this step, which draw their first token beside it.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    children: list[Sequence] = dataclasses.field(default_factory=list)
+
+    @property
+    def last(self) -> bool:
+        """Whether a token follows."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclasses.dataclass
+class Work:
+    """One step.
+
+    Attributes:
+      decodes: sequences that bring one token each, or `num_steps`.
+      chunks: of prompts, and of what preempted sequences must compute again.
+      num_steps: decode steps of this dispatch; 1 where there are chunks.
+      admitted: sequences that got a row for this step.
+    """
+
+    decodes: list[Sequence]
+    chunks: list[Chunk]
+    num_steps: int
+    admitted: list[Sequence]
+
+
+class Scheduler:
+    """Waiting and running sequences, and whose turn it is.
+
+    Args:
+      manager: the pool's.
+      config: see there.
+      forked: called with (parent, child) when a child got its row.
+      preempted: called with (victim, reason) before it loses its row.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        config: SchedulerConfig,
+        *,
+        forked: Callable[[Sequence, Sequence], None],
+        preempted: Callable[[Sequence, str], None],
+    ):
+        self.manager, self.config = manager, config
+        self._forked, self._preempted = forked, preempted
+        self.waiting: list[Sequence] = []  # by order
+        self.running: list[Sequence] = []  # by order
+        self._computing: dict[bytes, Sequence] = {}  # hash of a block: who is computing it
+        self._selected: tuple[list[int], Rows] | None = None
+        self._keys = itertools.count()
+
+    # -- coming and going --------------------------------------------------------------------
+
+    def sequence(self, request: Request, tokens: list[int]) -> Sequence:
+        """One more sample of a request."""
+        sequence = Sequence(next(self._keys), request, len(request.samples), list(tokens))
+        request.samples.append(sequence)
+        return sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence that waits for its blocks, in its place."""
+        sequence.status = Status.WAITING
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence that has ended, wherever it is; its full blocks stay in the prefix cache."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._release(sequence)
+        sequence.status = Status.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if sequence.error is None:
+            self._sync([sequence])
+        self.manager.free(sequence.key)
+        self._computed(sequence)
+        sequence.row = -1
+        sequence.scheduled = sequence.appended = 0
+
+    def preempt(self, sequence: Sequence, reason: str) -> None:
+        """Takes a sequence's blocks; what it had computed may be found again when it resumes.
+
+        The hypotheses of a beam search step together, and so they lose their blocks together.
+        """
+        group = [s for s in sequence.request.samples if s.status is Status.RUNNING]
+        for victim in group if sequence.request.beam else [sequence]:
+            self._preempted(victim, reason)
+            self._release(victim)
+            victim.candidates = None
+            victim.num_preemptions += 1
+            self.add(victim)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def schedule(self) -> Work | None:
+        """The next step; None if there is nothing that can be done before tokens come back."""
+        decodes = self._reserve([s for s in self.running if s.decodes])
+        budget = self.config.max_tokens_per_step
+        chunks: list[Chunk] = []
+        for sequence in self.running:
+            if budget and sequence.prefilling:
+                chunks.append(self._chunk(sequence, budget))
+                budget -= chunks[-1].count
+        admitted: list[Sequence] = []
+        budget = self._admit(chunks, admitted, budget)
+        num_steps = 1
+        alone = not chunks and not any(s.request.beam for s in decodes)
+        if decodes and alone and self.config.decode_steps_per_dispatch > 1:
+            decodes, num_steps = self._reserve_ahead(decodes)
+        if not decodes and not chunks:
+            return None
+        for chunk in chunks:
+            if chunk.last and chunk.sequence.request.unforked:
+                chunk.children = self._fork_all(chunk.sequence)
+        return Work(decodes, chunks, num_steps, admitted)
+
+    def dispatched(self, work: Work) -> None:
+        """The step is on its way: the KV of its positions counts as computed."""
+        for sequence in work.decodes:
+            steps = min(work.num_steps, sequence.left)
+            sequence.scheduled += steps
+            sequence.in_flight += steps
+        keys, counts = [], []
+        for chunk in work.chunks:
+            for sequence in (chunk.sequence, *chunk.children):
+                sequence.scheduled = chunk.start + chunk.count
+                sequence.in_flight += chunk.last
+                keys.append(sequence.key)
+                counts.append(chunk.count)
+            if chunk.last:
+                self._computed(chunk.sequence)
+        # Steps run in the order in which they are sent off: whoever finds these blocks from now on
+        # reads them later.
+        self.manager.commit_batch(keys, counts)
+
+    # -- blocks ------------------------------------------------------------------------------
+
+    def _reserve(self, decodes: list[Sequence], num_steps: int = 1) -> list[Sequence]:
+        """Slots for what these sequences write next; who still has blocks afterwards.
+
+        The last to come loses its blocks first. The first to come can always go on: everything
+        else can be taken from the others, and what never fits was refused when it came.
+        """
+        while decodes:
+            slots = [s.scheduled + min(num_steps, s.left) - s.appended for s in decodes]
+            try:
+                self.manager.reserve(self._select(decodes), slots)
+                break
+            except OutOfBlocksError as error:
+                if num_steps > 1:
+                    raise
+                reason = f"{error.asked} blocks were asked for, {error.free} were free"
+                self.preempt(self.running[-1], reason)
+                decodes = [s for s in decodes if s.status is Status.RUNNING]
+        self._sync(decodes)
+        return decodes
+
+    def _reserve_ahead(self, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
+        """More slots for several steps at once, if there are blocks for it."""
+        num_steps = self.config.decode_steps_per_dispatch
+        try:
+            return self._reserve(decodes, num_steps), num_steps
+        except OutOfBlocksError:
+            return decodes, 1
+
+    def _sync(self, sequences: list[Sequence]) -> None:
+        """Tells the manager the tokens that have come, for positions that have been computed."""
+        behind = [s for s in sequences if s.appended < min(len(s.tokens), s.scheduled)]
+        while behind:
+            self.manager.append_batch(
+                self._select(behind), np.array([s.tokens[s.appended] for s in behind])
+            )
+            for s in behind:
+                s.appended += 1
+            self.manager.commit_batch(self._select(behind), [1] * len(behind))
+            behind = [s for s in behind if s.appended < min(len(s.tokens), s.scheduled)]
+
+    def _select(self, sequences: list[Sequence]) -> Rows:
+        """Rows in the manager; those of the last call are kept."""
+        keys = [s.key for s in sequences]
+        if self._selected is None or self._selected[0] != keys:
+            self._selected = keys, self.manager.select(keys)
+        return self._selected[1]
+
+    # -- what a user takes back or guesses ---------------------------------------------------
+
+    def cut(self, sequence: Sequence) -> None:
+        """Some of the sequence's last tokens are no more."""
+        length = len(sequence.tokens)
+        if sequence.status is not Status.RUNNING:
+            return
+        # The last token is computed again, since its logits are wanted.
+        sequence.scheduled = min(sequence.scheduled, length - 1)
+        sequence.appended = min(sequence.appended, length)
+        if sequence.appended > sequence.scheduled >= length - 1:
+            sequence.appended = sequence.scheduled
+        self.manager.truncate(sequence.key, sequence.appended)
+
+    def reserve_for(self, sequence: Sequence, count: int) -> int:
+        """Slots for the next tokens of one sequence: `count`, or 1 if there are not so many."""
+        slots = sequence.scheduled + count - sequence.appended
+        try:
+            self.manager.reserve([sequence.key], slots)
+        except OutOfBlocksError:
+            self._reserve([sequence])
+            return 1
+        self._sync([sequence])
+        return count
+
+    def verified(self, sequence: Sequence) -> None:
+        """All but the last of its tokens are computed; slots of a wrong draft go back."""
+        sequence.scheduled = len(sequence.tokens) - 1
+        self._sync([sequence])
+        self.manager.truncate(sequence.key, sequence.appended)
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def _admit(self, chunks: list[Chunk], admitted: list[Sequence], budget: int) -> int:
+        """Gives blocks to waiting sequences, in order, while there are some; the budget left."""
+        deferred = 0
+        while budget and deferred < len(self.waiting):
+            sequence = self.waiting[deferred]
+            request = sequence.request
+            if sequence.in_flight:  # preempted so lately that its last token has not come yet
+                break
+            if self._must_wait_for_prefix(sequence):
+                deferred += 1
+                continue
+            try:
+                allocation = self.manager.allocate(
+                    sequence.key, sequence.tokens, namespace=request.namespace,
+                    skip_prefix_cache=request.wants_prompt_logprobs,
+                )  # fmt: skip
+            except OutOfBlocksError:
+                break
+            if request.wants_prompt_logprobs:
+                request.prompt_logprobs = []
+            del self.waiting[deferred]
+            bisect.insort(self.running, sequence, key=_order)
+            sequence.status, sequence.row = Status.RUNNING, allocation.row
+            sequence.scheduled = allocation.num_cached_tokens
+            sequence.appended = len(sequence.tokens)
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = allocation.num_cached_tokens
+            admitted.append(sequence)
+            self._computes(sequence)
+            chunks.append(self._chunk(sequence, budget))
+            budget -= chunks[-1].count
+        return budget
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        left = sequence.appended - sequence.scheduled
+        return Chunk(sequence, sequence.scheduled, min(left, budget))
+
+    def _fork_all(self, parent: Sequence) -> list[Sequence]:
+        """The other samples of a request; those for which there is no row wait for their own."""
+        request, children = parent.request, []
+        while request.unforked:
+            request.unforked -= 1
+            child = self.sequence(request, parent.tokens)
+            if self.fork(parent, child):
+                children.append(child)
+            else:
+                self.add(child)
+        return children
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """The child runs from where its parent is; False, and nothing done, without a free row."""
+        self._sync([parent])
+        try:
+            self.manager.fork(parent.key, child.key)
+        except OutOfBlocksError:
+            return False
+        child.status, child.row = Status.RUNNING, self.manager.row(child.key)
+        child.scheduled, child.appended = parent.scheduled, parent.appended
+        bisect.insort(self.running, child, key=_order)
+        self._forked(parent, child)
+        return True
+
+    # -- beam search -------------------------------------------------------------------------
+
+    def branch(
+        self, request: Request, live: list[Sequence], chosen: list[tuple[int, int]]
+    ) -> list[Sequence]:
+        """Each (index of a hypothesis, token) becomes one: tables move, blocks do not.
+
+        Returns:
+          The sequences that are not needed any more.
+        """
+        self._sync(live)
+        tokens = [list(s.tokens) for s in live]
+        # A hypothesis that lives on stays in its row, once; its other continuations move.
+        stays: dict[int, int] = {}
+        for i, (parent, _) in enumerate(chosen):
+            stays.setdefault(parent, i)
+        moves = [i for i, (parent, _) in enumerate(chosen) if stays[parent] != i]
+        spare = [i for i in range(len(live)) if i not in stays]
+        into = dict(zip(moves, spare, strict=False))
+        for i in moves[len(spare) :]:  # more hypotheses than before
+            parent = live[chosen[i][0]]
+            self._make_row(request)
+            child = self.sequence(request, parent.tokens)
+            self.fork(parent, child)
+            child.tokens.append(chosen[i][1])
+        if into:
+            parents = list(range(len(live)))
+            for i, row in into.items():
+                parents[row] = chosen[i][0]
+            self.manager.reorder([s.key for s in live], parents)
+        for i, (parent, token) in enumerate(chosen):
+            row = parent if stays[parent] == i else into.get(i)
+            if row is not None:
+                live[row].tokens = [*tokens[parent], token]
+        return [live[i] for i in spare[len(into) :]]
+
+    def _make_row(self, request: Request) -> None:
+        """A free row, from the last to come of the others if need be."""
+        others = [s for s in self.running if s.request is not request]
+        if len(self.running) == self.manager.max_seqs:
+            self.preempt(others[-1], "a beam search needs a row for each hypothesis")
+
+    # -- prefixes that are being computed ----------------------------------------------------
+
+    def _must_wait_for_prefix(self, sequence: Sequence) -> bool:
+        """Whether the first block that it does not find is being computed by another."""
+        if not self._computing or sequence.request.wants_prompt_logprobs:
+            return False
+        hashes, size = self._hashes(sequence), self.manager.block_size
+        found = self.manager.lookup(sequence.tokens, namespace=sequence.request.namespace) // size
+        usable = (len(sequence.tokens) - 1) // size  # the last token is computed anyway
+        return found < usable and hashes[found] in self._computing
+
+    def _computes(self, sequence: Sequence) -> None:
+        """Says that a sequence is computing its blocks."""
+        if self.manager.prefix_index is not None and self.config.defer_shared_prefixes:
+            found = sequence.scheduled // self.manager.block_size
+            for block_hash in self._hashes(sequence)[found:]:
+                self._computing.setdefault(block_hash, sequence)
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        if len(sequence.hashes) < len(sequence.tokens) // self.manager.block_size:
+            sequence.hashes = self.manager.block_hashes(
+                sequence.tokens, namespace=sequence.request.namespace
+            )
+        return sequence.hashes
+
+    def _computed(self, sequence: Sequence) -> None:
+        if self._computing:
+            mine = [h for h, owner in self._computing.items() if owner is sequence]
+            for block_hash in mine:
+                del self._computing[block_hash]
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return (*sequence.request.order, sequence.sample)

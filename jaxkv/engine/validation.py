@@ -1,0 +1,78 @@
+"""What a request must satisfy before the engine takes it. Host code: imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jaxkv.block_manager import BlockManager
+from jaxkv.errors import ConfigError
+from jaxkv.sampling_params import MAX_STOP_TOKENS
+
+
+def checked_prompt(
+    prompt: str | Sequence[int], tokenizer: Any, *, max_len: int, vocab_size: int
+) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+      ConfigError: text without a tokenizer, no token, too many, or one outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError("a prompt as text needs the engine's tokenizer=; or give token ids")
+        prompt = tokenizer.encode(prompt)
+    ids = [int(token) for token in prompt]
+    if not ids:
+        raise ConfigError("the prompt is empty; give at least one token")
+    if len(ids) > max_len:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, the longest sequence has {max_len}; shorten it"
+        )
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ConfigError(
+            f"the prompt has token ids from {min(ids)} to {max(ids)}; the vocabulary has "
+            f"{vocab_size}"
+        )
+    return ids
+
+
+def require_fits(manager: BlockManager, request_id: Hashable, prompt: int, end: int) -> None:
+    """Raises ConfigError if the pool can never hold a sequence of this length by itself."""
+    needed, usable = manager.blocks_for(end), manager.num_blocks - 1
+    if needed > usable:
+        raise ConfigError(
+            f"request {request_id!r} of {prompt} tokens, and {end - prompt} to generate, needs "
+            f"{needed} blocks of {manager.block_size} tokens; the pool has {usable}: raise "
+            f"num_blocks to {needed + 1} or lower max_tokens"
+        )
+
+
+def require_beams_fit(manager: BlockManager, width: int, prompt: int, end: int) -> None:
+    """Raises ConfigError if the hypotheses of a beam search never fit: they step together."""
+    if width > manager.max_seqs:
+        raise ConfigError(
+            f"a beam search of width {width} needs as many rows, the cache has {manager.max_seqs}; "
+            "raise max_seqs"
+        )
+    shared = prompt // manager.block_size
+    needed = shared + width * (manager.blocks_for(end) - shared)
+    if needed > manager.num_blocks - 1:
+        raise ConfigError(
+            f"a beam search of width {width} from {prompt} to {end} tokens may need {needed} "
+            f"blocks, the pool has {manager.num_blocks - 1}; raise num_blocks to {needed + 1}"
+        )
+
+
+def checked_stop_ids(
+    stop_token_ids: Sequence[int], eos_token_ids: Sequence[int], ignore_eos: bool
+) -> frozenset[int]:
+    """Tokens that end a request.
+
+    Raises:
+      ConfigError: more than the device looks for.
+    """
+    ids = frozenset(stop_token_ids) | (frozenset() if ignore_eos else frozenset(eos_token_ids))
+    if len(ids) > MAX_STOP_TOKENS:
+        raise ConfigError(f"{len(ids)} stop tokens, at most {MAX_STOP_TOKENS} are looked for")
+    return ids
