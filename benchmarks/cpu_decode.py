@@ -26,8 +26,8 @@ from rich.table import Table
 
 import jaxkv
 from jaxkv.block_manager import BlockManager
-from jaxkv.loop import make_step
-from jaxkv.sampling import SamplingArrays
+from jaxkv.engine.steps import make_steps
+from jaxkv.sampling import SamplerState
 from jaxkv.state import Batch, apply_plan, pad_plan
 from models import default_model, load
 
@@ -49,8 +49,8 @@ def measure(model, streams: int, dtype: str, args: argparse.Namespace) -> dict:
     config = jaxkv.CacheConfig.for_model(
         model.config, max_len=end, max_seqs=streams, block_size=args.block_size, dtype=dtype
     )
-    step = make_step(model)
-    sampling = SamplingArrays.of([jaxkv.SamplingParams()] * streams, list(range(streams)), streams)
+    step = make_steps(model).decode
+    sampler = jax.tree.map(jax.numpy.asarray, SamplerState.empty(streams, config.max_len))
     rng = np.random.default_rng(0)
     seconds: dict[int, list[float]] = {}
     for context in contexts(start, end, window):
@@ -71,10 +71,9 @@ def measure(model, streams: int, dtype: str, args: argparse.Namespace) -> dict:
                 rows, np.full(streams, context + i), num_seqs=streams, padding_row=config.max_seqs
             )
             plan = pad_plan(manager.take_plan(), cells=max(8, streams), lengths=max(8, streams))
-            out, state = step(state, plan, tokens, batch, sampling)
-            tokens = np.asarray(out)
-            for seq in ids:
-                manager.commit(seq, 1)
+            out, state, sampler = step(state, sampler, plan, tokens, batch, num_steps=1)
+            tokens = np.asarray(out.tokens)
+            manager.commit_batch(ids, [1] * streams)
             times.append(time.perf_counter() - began)
         seconds[context] = times[1:]  # the first step compiles, or finds caches cold
     steps = [t for times in seconds.values() for t in times]

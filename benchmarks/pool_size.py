@@ -19,8 +19,8 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxkv
-from jaxkv.loop import make_step
-from jaxkv.sampling import SamplingArrays
+from jaxkv.engine.steps import make_steps
+from jaxkv.sampling import SamplerState
 from jaxkv.state import Batch, apply_plan, pad_plan
 from models import Llama, LlamaConfig
 
@@ -36,24 +36,24 @@ def stepper(model: Llama, mebibytes: int):
     cache = jaxkv.CacheConfig.for_model(
         CONFIG, memory_bytes=mebibytes * 2**20, max_len=512, max_seqs=STREAMS, block_size=BLOCK
     )
-    step = make_step(model)
+    step = make_steps(model).decode
     manager = jaxkv.BlockManager.for_config(cache)
     rows = [manager.allocate(i, np.zeros(CONTEXT + 1, int)).row for i in range(STREAMS)]
     state = apply_plan(jaxkv.init_state(cache), manager.take_plan())
     batch = Batch.decode(
         np.array(rows), np.full(STREAMS, CONTEXT), num_seqs=STREAMS, padding_row=STREAMS
     )
-    sampling = SamplingArrays.of([jaxkv.SamplingParams()] * STREAMS, list(range(STREAMS)), STREAMS)
+    sampler = jax.tree.map(jax.numpy.asarray, SamplerState.empty(STREAMS, cache.max_len))
     plan = pad_plan(jaxkv.Plan.empty(), cells=8, lengths=8)
     tokens = np.zeros(STREAMS, np.int32)
-    held = [state]
+    held = [(state, sampler)]
 
     def run() -> bool:
-        state = held.pop()
+        state, sampler = held.pop()
         pointer = state.kv_pages.unsafe_buffer_pointer()
-        out, state = step(state, plan, tokens, batch, sampling)
+        out, state, sampler = step(state, sampler, plan, tokens, batch, num_steps=1)
         jax.block_until_ready(out)
-        held.append(state)
+        held.append((state, sampler))
         return state.kv_pages.unsafe_buffer_pointer() == pointer
 
     return run

@@ -5,6 +5,8 @@ from jaxkv.belady import belady_hit_rate as belady_hit_rate
 from jaxkv.block_keys import Media as Media
 from jaxkv.block_manager import BlockManager as BlockManager
 from jaxkv.config import CacheConfig as CacheConfig
+from jaxkv.engine.async_engine import AsyncEngine as AsyncEngine
+from jaxkv.engine.drafting import PromptLookup as PromptLookup
 from jaxkv.engine.engine import Engine as Engine
 from jaxkv.engine.requests import RequestOutput as RequestOutput
 from jaxkv.engine.scheduler import SchedulerConfig as SchedulerConfig

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxkv.config import CacheConfig
-from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine import AnyParams, Engine
 from jaxkv.engine.requests import RequestOutput
 from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.errors import ConfigError
-from jaxkv.sampling_params import SamplingParams
+from jaxkv.sampling_params import BeamSearchParams, SamplingParams
 
 
 @dataclasses.dataclass
@@ -79,7 +79,7 @@ class Generation:
 def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    params: AnyParams | Sequence[AnyParams] | None = None,
     *,
     cache: CacheConfig | None = None,
     eos_token_ids: Sequence[int] | None = None,
@@ -173,14 +173,14 @@ def generate(
 def default_cache(
     config: Any,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    params: AnyParams | Sequence[AnyParams] | None = None,
     *,
     block_size: int = 16,
     max_seqs: int | None = None,
     num_blocks: int | None = None,
     dtype: str = "float32",
 ) -> CacheConfig:
-    """A cache for these prompts: rows for up to 32 of them, blocks for the longest such.
+    """A cache for these prompts: rows for up to 32 of their samples, blocks for the longest such.
 
     Rows and blocks are rounded up to powers of two, so that other prompts reuse what was compiled.
     """
@@ -188,12 +188,14 @@ def default_cache(
         raise ConfigError(f"{block_size=} must be positive")
     all_params = _per_prompt(params, len(prompts))
     context = config.max_position_embeddings
+    lengths = [
+        min(context, len(prompt) + one.max_tokens)
+        for prompt, one in zip(prompts, all_params, strict=True)
+        for _ in range(one.num_samples)
+    ]
     if max_seqs is None:
-        max_seqs = 1 << (min(32, max(1, len(prompts))) - 1).bit_length()
+        max_seqs = 1 << (min(32, max(1, len(lengths))) - 1).bit_length()
     if num_blocks is None:
-        lengths = [
-            min(context, len(p) + a.max_tokens) for p, a in zip(prompts, all_params, strict=True)
-        ]
         blocks = sorted((-(-length // block_size) for length in lengths), reverse=True)
         num_blocks = 1 << max(6, sum(blocks[:max_seqs]).bit_length())
     return CacheConfig.for_model(
@@ -202,9 +204,9 @@ def default_cache(
     )  # fmt: skip
 
 
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
+def _per_prompt(params: AnyParams | Sequence[AnyParams] | None, count: int) -> list[AnyParams]:
+    if isinstance(params, BeamSearchParams):
+        return [params] * count
     if params is None or isinstance(params, SamplingParams):
         params = params or SamplingParams()
         seeds = np.random.SeedSequence(params.seed or 0).generate_state(count)

@@ -175,3 +175,8 @@ class BeamSearchParams:
         for name, good, wanted in checks:
             if not good:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be {wanted}")
+
+    @property
+    def num_samples(self) -> int:
+        """Hypotheses that are kept."""
+        return self.width

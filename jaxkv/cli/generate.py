@@ -14,9 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxkv.config import DTYPES
+from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.errors import ConfigError
 from jaxkv.generate import Generation, default_cache, generate
-from jaxkv.sampling_params import SamplingParams
+from jaxkv.sampling_params import BeamSearchParams, SamplingParams
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -39,6 +40,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0 is off")
     p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest p; 1 is off")
     p.add_argument("--seed", type=int, default=0, help="of the random draws")
+    p.add_argument("--n", type=int, default=1, help="samples of each prompt")
+    p.add_argument(
+        "--beam-width", type=int, default=0, help="search so many hypotheses at a time; 0 is off"
+    )
+    p.add_argument(
+        "--prefix-index", choices=["hash", "radix", "none"], default="hash",
+        help="how cached prefixes are found",
+    )  # fmt: skip
+    p.add_argument(
+        "--steps-per-dispatch", type=int, default=1,
+        help="tokens that the device makes before the host looks",
+    )  # fmt: skip
     p.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
     p.add_argument(
         "--num-blocks", type=int, default=argparse.SUPPRESS,
@@ -61,13 +74,19 @@ def run(args: argparse.Namespace) -> int:
         texts += [line for line in args.prompts_file.read_text().splitlines() if line.strip()]
     if not texts:
         raise ConfigError("no prompt; give one, or --prompts-file with one per line")
-    params = SamplingParams(
+    params: SamplingParams | BeamSearchParams = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
+        n=args.n,
         max_tokens=args.max_tokens,
     )
+    if args.beam_width:
+        if args.n > 1 or args.temperature > 0:
+            raise ConfigError("--beam-width goes without --n and --temperature: it draws nothing")
+        params = BeamSearchParams(width=args.beam_width, max_tokens=args.max_tokens)
+    samples = params.num_samples
     use_compilation_cache()
     checkpoint = load(
         getattr(args, "model", None) or default_model(), dtype=args.dtype, progress=True
@@ -87,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         num_blocks=getattr(args, "num_blocks", None),
         dtype=args.dtype,
     )
-    streaming = len(prompts) == 1 and not args.json
+    streaming = len(prompts) == samples == 1 and not args.json
     stream = Detokenizer(tokenizer)
     columns = (
         TextColumn("{task.description}"),
@@ -96,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("generating", total=len(prompts) * args.max_tokens)
+        task = progress.add_task("generating", total=len(prompts) * samples * args.max_tokens)
 
         def on_token(_: int, token: int) -> None:
             progress.advance(task)
@@ -107,7 +126,11 @@ def run(args: argparse.Namespace) -> int:
                 if token not in config.eos_token_ids:
                     print(stream.push([token]), end="", flush=True)
 
-        result = generate(checkpoint.model, prompts, params, cache=cache, on_token=on_token)
+        result = generate(
+            checkpoint.model, prompts, params, cache=cache, on_token=on_token,
+            scheduler=SchedulerConfig(decode_steps_per_dispatch=args.steps_per_dispatch),
+            prefix_index=None if args.prefix_index == "none" else args.prefix_index,
+        )  # fmt: skip
     outputs = [
         {
             "prompt": text,
@@ -116,7 +139,9 @@ def run(args: argparse.Namespace) -> int:
             "finish_reason": output.finish_reason,
             "num_cached_tokens": output.num_cached_tokens,
         }
-        for text, output in zip(texts, result.outputs, strict=True)
+        for text, output in zip(
+            [text for text in texts for _ in range(samples)], result.outputs, strict=True
+        )
     ]
     if args.json:
         stats = dataclasses.asdict(result.stats) | {

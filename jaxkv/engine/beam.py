@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxkv.sampling_params import BeamSearchParams
 
@@ -32,6 +32,20 @@ class Hypothesis:
     reason: Literal["stop", "length"] = dataclasses.field(compare=False)
 
 
+class Continuation(NamedTuple):
+    """What a hypothesis becomes.
+
+    Attributes:
+      parent: index of the hypothesis.
+      token: its next.
+      logprob: of its output with that token.
+    """
+
+    parent: int
+    token: int
+    logprob: float
+
+
 class Beam:
     """The state of one search.
 
@@ -44,7 +58,6 @@ class Beam:
       end: length at which all end.
 
     Attributes:
-      logprobs: of the live hypotheses; one, of nothing, at the start.
       ended: the best that have ended, `width` at most.
       is_over: whether none lives on.
     """
@@ -58,44 +71,42 @@ class Beam:
             stop_ids,
             end,
         )
-        self.logprobs = [0.0]
         self.ended: list[Hypothesis] = []
         self.is_over = False
 
     def advance(
         self,
         hypotheses: Sequence[list[int]],
+        totals: Sequence[float],
         ids: Sequence[Sequence[int]],
         logprobs: Sequence[Sequence[float]],
-    ) -> list[tuple[int, int]]:
-        """One step: (index of a hypothesis, token) of each that lives on; none: it is over.
+    ) -> list[Continuation]:
+        """One step: the continuations that live on; none: the search is over.
 
         Args:
           hypotheses: tokens of the live ones, prompt included.
+          totals: log-probabilities of their outputs.
           ids: for each, its likeliest next tokens, at least `2 * width` or the whole vocabulary.
           logprobs: theirs.
         """
         width = self._params.width
         candidates = [
-            (self.logprobs[i] + logprob, i, token)
+            (totals[i] + logprob, i, token)
             for i, (tokens, values) in enumerate(zip(ids, logprobs, strict=True))
             for token, logprob in zip(tokens, values, strict=True)
         ]
         # Equal sums in the order in which they came: the result does not depend on the heap.
         best = heapq.nsmallest(2 * width, candidates, key=lambda c: (-c[0], c[1], c[2]))
         last = len(hypotheses[0]) + 1 >= self._end
-        live: list[tuple[int, int]] = []
-        sums: list[float] = []
+        live: list[Continuation] = []
         for rank, (total, i, token) in enumerate(best):
             stops = token in self._stop_ids
             if stops or last:
                 if rank < width:
                     self._put_aside(total, [*hypotheses[i], token], "stop" if stops else "length")
             elif len(live) < width:
-                live.append((i, token))
-                sums.append(total)
-        self.logprobs = sums
-        self.is_over = self._is_over(len(hypotheses[0]) + 1)
+                live.append(Continuation(i, token, total))
+        self.is_over = self._is_over(live, len(hypotheses[0]) + 1)
         return [] if self.is_over else live
 
     def _put_aside(
@@ -109,8 +120,8 @@ class Beam:
     def _score(self, logprob: float, length: int) -> float:
         return logprob / (length - self._num_prompt) ** self._params.length_penalty
 
-    def _is_over(self, length: int) -> bool:
-        if not self.logprobs:
+    def _is_over(self, live: list[Continuation], length: int) -> bool:
+        if not live:
             return True
         if len(self.ended) < self._params.width:
             return False
@@ -118,7 +129,7 @@ class Beam:
             return True
         # Log-probabilities only fall: a hypothesis is best now, or, where length is rewarded, last.
         longest = length if self._params.length_penalty <= 0 else self._end
-        return self._score(max(self.logprobs), longest) <= self.ended[0].score
+        return self._score(live[0].logprob, longest) <= self.ended[0].score
 
     def results(self) -> list[Hypothesis]:
         """The best, best first; none before the search is over."""

@@ -169,11 +169,11 @@ class EngineCore:
             stats.decode_seconds += came - self._last_decode
         self._last_decode = came if decoding else None
 
-    def _verify(self, sequence: Sequence, draft: list[int]) -> list[int]:
+    def _verify(self, sequence: Sequence, draft: list[int]) -> None:
         """Computes a draft's tokens in one step and takes those that the sequence would choose."""
         fits = self._scheduler.reserve_for(sequence, 1 + len(draft))
         if sequence.status is not Status.RUNNING:
-            return []  # not even its next token had a slot: it waits for one
+            return  # not even its next token had a slot: it waits for one
         tokens = [*sequence.tokens[sequence.scheduled :], *draft][:fits]
         plan = self.manager.take_plan()
         work = Work([], [Chunk(sequence, sequence.scheduled, len(tokens))], 1, [])
@@ -183,18 +183,16 @@ class EngineCore:
             sampled = jax.tree.map(np.asarray, self._device.send_draft(sequence, tokens, plan))
         except Exception as error:
             self._fail(work, error, plan)
-            return []
-        known, now = len(sequence.tokens), self.clock()
+            return
+        now = self.clock()
         for i, token in enumerate(sampled.tokens.tolist()[: len(tokens)]):
             self._take_token(sequence, sampled, i, token, now)
             right = i + 1 < len(tokens) and tokens[i + 1] == token
             if sequence.finish_reason is not None or not right:
                 break
-        new = sequence.tokens[known:]
         if sequence.finish_reason is None:
             self._scheduler.verified(sequence)
         self._stats.steps += 1
-        return new
 
     def _take_token(
         self, sequence: Sequence, sampled: Any, place: int, token: int, now: float
@@ -225,9 +223,14 @@ class EngineCore:
             request.timings.first_token = now
         ids, logprobs = zip(*(s.candidates for s in live if s.candidates is not None), strict=True)
         chosen = beam.advance(
-            [s.tokens for s in live], [x.tolist() for x in ids], [x.tolist() for x in logprobs]
+            [s.tokens for s in live],
+            [s.cumulative_logprob for s in live],
+            [x.tolist() for x in ids],
+            [x.tolist() for x in logprobs],
         )
         self._stats.generated_tokens += len(live)
+        for sequence in live:
+            sequence.candidates = None
         for sequence in self._scheduler.branch(request, live, chosen):
             self._finish(sequence, "stop")
 

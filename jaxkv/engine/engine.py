@@ -146,7 +146,7 @@ class Engine(EngineCore):
         Raises:
           JaxkvError: no such request is running, or it has several samples, or the id is in use.
         """
-        parent = self._one_sample(request_id)
+        parent = self._running_sample(request_id)
         if new_id is not None and new_id in self._requests:
             raise JaxkvError(f"request {new_id!r} is running already; give another id")
         old = parent.request
@@ -172,7 +172,7 @@ class Engine(EngineCore):
           JaxkvError: no such request is running, it has several samples or a logits processor
             (whose state does not go back), or fewer tokens than that.
         """
-        sequence = self._one_sample(request_id)
+        sequence = self._running_sample(request_id)
         generated = len(sequence.tokens) - len(sequence.request.prompt)
         if not 0 <= num_tokens <= generated:
             raise JaxkvError(f"cannot take back {num_tokens} of {generated} generated tokens")
@@ -198,36 +198,50 @@ class Engine(EngineCore):
 
         Args:
           request_id: a running request of one sample whose prompt is computed.
-          draft_tokens: a guess at what comes next, such as `PromptLookup`'s; may be empty.
+          draft_tokens: a guess at what follows the tokens of its last output, such as
+            `PromptLookup`'s; may be empty.
 
         Returns:
-          The new tokens: as much of the draft as is right, and one more.
+          The tokens since its last output: as much of the draft as is right, and one more.
 
         Raises:
           JaxkvError: no such request is running, its prompt is still to be computed, or it has
             several samples or a logits processor.
           ConfigError: a token outside the vocabulary.
         """
-        sequence = self._one_sample(request_id)
-        if sequence.request.processor >= 0:
-            raise JaxkvError(f"request {request_id!r} has a logits processor: verify cannot run it")
-        if sequence.status is not Status.RUNNING or sequence.prefilling:
-            raise JaxkvError(f"the tokens of request {request_id!r} are to be computed: step first")
         draft = [int(token) for token in draft_tokens]
         if draft and not (min(draft) >= 0 and max(draft) < self.vocab_size):
             raise ConfigError(f"draft {draft} has tokens outside the vocabulary")
-        room = min(sequence.left, self.config.max_tokens_per_step) - 1
-        return self._verify(sequence, draft[:room])
+        sequence = self._one_sample(request_id)
+        if sequence.request.processor >= 0:
+            raise JaxkvError(f"request {request_id!r} has a logits processor: verify cannot run it")
+        known = len(sequence.request.prompt) + sequence.reported
+        if sequence.finish_reason is None:
+            if sequence.status is not Status.RUNNING or sequence.prefilling:
+                raise JaxkvError(
+                    f"the tokens of request {request_id!r} are to be computed: step first"
+                )
+            came = sequence.tokens[known:]  # by steps that were under way
+            draft = draft[len(came) :] if draft[: len(came)] == came else []
+            room = min(sequence.left, self.config.max_tokens_per_step) - 1
+            self._verify(sequence, draft[:room])
+        return sequence.tokens[known:]
 
     def _one_sample(self, request_id: Hashable) -> Sequence:
-        """The only sample of a running request, with all its tokens known."""
-        self._drain()
+        """The only sample of a request that was running, now with all its tokens known."""
         request = self._requests.get(request_id)
         if request is None:
             raise JaxkvError(f"no request {request_id!r} is running; {len(self._requests)} are")
+        self._drain()
         if request.unforked or len(request.samples) > 1 or request.beam is not None:
             raise JaxkvError(f"request {request_id!r} has several samples; give each its request")
         return request.samples[0]
+
+    def _running_sample(self, request_id: Hashable) -> Sequence:
+        sequence = self._one_sample(request_id)
+        if sequence.finish_reason is not None:
+            raise JaxkvError(f"request {request_id!r} has ended: {sequence.finish_reason}")
+        return sequence
 
     # -- steps -------------------------------------------------------------------------------
 

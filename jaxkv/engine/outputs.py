@@ -49,13 +49,12 @@ class Outputs:
         """Whether one of its stop texts is complete; the text ends before it."""
         request = sequence.request
         self._decode(sequence)
-        generated = len(sequence.tokens) - len(request.prompt)
-        if generated <= request.params.min_tokens:
+        searched, sequence.searched = sequence.searched, len(sequence.text)
+        if len(sequence.tokens) - len(request.prompt) <= request.params.min_tokens:
             return False
         # A stop text may have begun with earlier tokens, but not have been complete before.
-        begin = max(0, sequence.searched - max(map(len, request.params.stop)) + 1)
-        found = [at for text in request.params.stop if (at := sequence.text.find(text, begin)) >= 0]
-        sequence.searched = len(sequence.text)
+        ends = [sequence.text.find(x, max(0, searched - len(x) + 1)) for x in request.params.stop]
+        found = [at for at in ends if at >= 0]
         if found:
             sequence.text = sequence.text[: min(found)]
         return bool(found)

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from jaxkv.block_manager import BlockManager
+from jaxkv.engine.beam import Continuation
 from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.errors import ConfigError, OutOfBlocksError
 from jaxkv.sequence_table import Rows
@@ -360,38 +361,41 @@ class Scheduler:
     # -- beam search -------------------------------------------------------------------------
 
     def branch(
-        self, request: Request, live: list[Sequence], chosen: list[tuple[int, int]]
+        self, request: Request, live: list[Sequence], chosen: list[Continuation]
     ) -> list[Sequence]:
-        """Each (index of a hypothesis, token) becomes one: tables move, blocks do not.
+        """The hypotheses of a beam search become these: tables move, blocks do not.
 
         Returns:
           The sequences that are not needed any more.
         """
         self._sync(live)
-        tokens = [list(s.tokens) for s in live]
+        tokens = [s.tokens for s in live]
         # A hypothesis that lives on stays in its row, once; its other continuations move.
+        rows: list[int | None] = [None] * len(chosen)
         stays: dict[int, int] = {}
-        for i, (parent, _) in enumerate(chosen):
-            stays.setdefault(parent, i)
-        moves = [i for i, (parent, _) in enumerate(chosen) if stays[parent] != i]
-        spare = [i for i in range(len(live)) if i not in stays]
-        into = dict(zip(moves, spare, strict=False))
-        for i in moves[len(spare) :]:  # more hypotheses than before
-            parent = live[chosen[i][0]]
-            self._make_row(request)
-            child = self.sequence(request, parent.tokens)
-            self.fork(parent, child)
-            child.tokens.append(chosen[i][1])
-        if into:
-            parents = list(range(len(live)))
-            for i, row in into.items():
-                parents[row] = chosen[i][0]
+        for i, one in enumerate(chosen):
+            if stays.setdefault(one.parent, i) == i:
+                rows[i] = one.parent
+        spare = [row for row in range(len(live)) if row not in stays]
+        parents = list(range(len(live)))
+        sequences = list[Sequence]()
+        for i, one in enumerate(chosen):
+            if (row := rows[i]) is None and spare:
+                row = spare.pop(0)
+                parents[row] = one.parent
+            if row is None:  # more hypotheses than before
+                self._make_row(request)
+                child = self.sequence(request, tokens[one.parent])
+                self.fork(live[one.parent], child)
+                sequences.append(child)
+            else:
+                sequences.append(live[row])
+        if parents != list(range(len(live))):
             self.manager.reorder([s.key for s in live], parents)
-        for i, (parent, token) in enumerate(chosen):
-            row = parent if stays[parent] == i else into.get(i)
-            if row is not None:
-                live[row].tokens = [*tokens[parent], token]
-        return [live[i] for i in spare[len(into) :]]
+        for sequence, one in zip(sequences, chosen, strict=True):
+            sequence.tokens = [*tokens[one.parent], one.token]
+            sequence.cumulative_logprob = one.logprob
+        return [live[row] for row in spare]
 
     def _make_row(self, request: Request) -> None:
         """A free row, from the last to come of the others if need be."""

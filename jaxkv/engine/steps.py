@@ -140,7 +140,8 @@ def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
             sampler, out,
         )  # fmt: skip
         *_, state, sampler, out = lax.while_loop(go_on, body, start)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out), state, sampler
+        flat = num_steps * num_seqs
+        return jax.tree.map(lambda x: x.reshape(flat, *x.shape[2:]), out), state, sampler
 
     return step, decode
 
