@@ -4,13 +4,18 @@ Data movement: C blocks, once each, all layers of a block together; the writes a
 the surrounding jit donates the pool. Callers pad the ids to a few sizes (any id outside the pool
 is padding), so that these compile a few times and not for every count. They take pages and their
 scales alike.
+
+On a GPU these are XLA's gather and scatter. Compiled for an H200 and Llama-3-8B's pool each is one
+kernel that moves 8 bytes a load and a store (of int8 pages, 4), with no copy of the pool and no
+temporaries; `gather_blocks` has a second one, of C threads, for which ids are padding. A kernel of
+ours could do no better. On `unique_indices` see `scatter_kv`, on the view of the blocks `layout`.
 """
 
 from __future__ import annotations
 
 import jax
 
-from pallas_kernels.layout import or_past_pool
+from pallas_kernels.layout import or_past_pool, whole_blocks
 
 
 def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -29,7 +34,9 @@ def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
       >>> gather_blocks(jnp.array([[1], [2], [3]]), jnp.array([2, -1, 0])).tolist()
       [[3], [0], [1]]
     """
-    return kv_pages.at[or_past_pool(ids, kv_pages)].get(mode="fill", fill_value=0)
+    ids = or_past_pool(ids, kv_pages)
+    gathered = whole_blocks(kv_pages).at[ids].get(mode="fill", fill_value=0)
+    return gathered.reshape(*ids.shape, *kv_pages.shape[1:])
 
 
 def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Array:
@@ -54,7 +61,7 @@ def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Ar
             f"expected {len(ids)} blocks of {kv_pages.shape[1:]} {kv_pages.dtype}, got "
             f"{staged.shape=} {staged.dtype}"
         )
-    return kv_pages.at[or_past_pool(ids, kv_pages)].set(staged, mode="drop")
+    return _set(kv_pages, ids, whole_blocks(staged))
 
 
 def zero_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -62,7 +69,7 @@ def zero_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
 
     Args:
       kv_pages: [num_blocks, ...], donated by the surrounding jit.
-      ids: i32[C]; outside [0, num_blocks): dropped.
+      ids: i32[C], no block twice; outside [0, num_blocks): dropped.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,4 +77,10 @@ def zero_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
       >>> zero_blocks(jnp.ones((3, 1)), jnp.array([1, -1])).tolist()
       [[1.0], [0.0], [1.0]]
     """
-    return kv_pages.at[or_past_pool(ids, kv_pages)].set(0, mode="drop")
+    return _set(kv_pages, ids, 0)
+
+
+def _set(kv_pages: jax.Array, ids: jax.Array, values: jax.Array | int) -> jax.Array:
+    ids = or_past_pool(ids, kv_pages)
+    written = whole_blocks(kv_pages).at[ids].set(values, mode="drop", unique_indices=True)
+    return written.reshape(kv_pages.shape)

@@ -2,6 +2,17 @@
 
 Data movement: T pieces of head_dim elements per head, K and V (with int8 pages, codes and one
 scale each); nothing else of the pool is read or written when the surrounding jit donates it.
+
+On a GPU this is XLA's scatter. Compiled for an H200 and Llama-3-8B's pool it is one kernel, in
+place and without temporaries: one element a thread for the 64 tokens of a decode step, which do not
+fill the GPU, and 8 bytes a store for the 512 of a prefill step. With int8 pages there are three
+kernels, for the rows' largest elements, the codes and the scales. A kernel of ours could do no
+better. Two things make it so:
+
+- `unique_indices`. Where tokens may share a slot, XLA writes each element of 8 or 16 bits by a
+  compare-and-swap of its own.
+- The view of `token_slots`. Through the six axes of the pool XLA does not see that a token's row is
+  aligned, and stores its elements one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layout import or_past_pool
+from pallas_kernels.layout import or_past_pool, token_slots
 from pallas_kernels.paged_attention.operands import check_scales, quantise_int8
 
 
@@ -38,7 +49,7 @@ def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
       k: [T, num_kv_heads, head_dim].
       v: [T, num_kv_heads, head_dim].
       blocks: i32[T]; outside [0, num_blocks) means dropped.
-      offsets: i32[T], slot inside the block.
+      offsets: i32[T], slot inside the block. No two tokens that are not dropped share a slot.
       layer: which layer of the pool.
       kv_scales: [num_blocks, num_layers, 2, num_kv_heads, block_size], exactly if the pages are
         int8; k and v are quantised.
@@ -47,15 +58,19 @@ def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
       The pages; with `kv_scales`, (pages, scales).
 
     Raises:
-      ValueError: scales that are missing, not wanted, or of another shape.
+      ValueError: a layer that the pool does not have; scales that are missing, not wanted, or of
+        another shape.
     """
+    if not 0 <= layer < kv_pages.shape[1]:
+        raise ValueError(f"{layer=} is not one of the pool's {kv_pages.shape[1]} layers")
     check_scales(kv_pages, kv_scales)
     kv = jnp.stack([k, v], axis=1)  # [T, 2, H, D]
     blocks = or_past_pool(blocks, kv_pages)
 
-    def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        rows = rows.astype(pool.dtype)
-        return pool.at[blocks, layer, :, :, offsets].set(rows, mode="drop")
+    def put(pool: jax.Array, tokens: jax.Array) -> jax.Array:
+        view, index = token_slots(pool, blocks, layer, offsets)
+        tokens = tokens.astype(pool.dtype)
+        return view.at[index].set(tokens, mode="drop", unique_indices=True).reshape(pool.shape)
 
     if kv_scales is None:
         return put(kv_pages, kv)

@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 from models import Checkpoint, Llama, LlamaConfig, default_model, load
+from pallas_kernels import target
 
 for folder in ("data", "jaxkv", "pallas_kernels"):  # helpers that several test files share
     sys.path.insert(0, str(Path(__file__).parent / folder))
@@ -30,6 +31,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def traced_for(request):
+    """Operations view the pool in another way on a GPU. Here it only must give the same result."""
+    with target.compile_for(request.param):
+        yield
 
 
 def small_config(**changes) -> LlamaConfig:

@@ -11,7 +11,7 @@ step = jax.jit(scatter_kv, donate_argnums=0, static_argnames="layer")
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7])
-def test_equals_the_reference(rng, tokens):
+def test_equals_the_reference(rng, tokens, traced_for):
     pages = rng.normal(size=SHAPE).astype(np.float32)
     k, v = rng.normal(size=(2, tokens, 3, 8)).astype(np.float32)
     slots = rng.permutation(16)[:tokens]
@@ -21,7 +21,7 @@ def test_equals_the_reference(rng, tokens):
 
 
 @pytest.mark.parametrize("padding", [-1, 4, 10**6, np.iinfo(np.int32).min])
-def test_padding_is_dropped_wherever_it_points(padding):
+def test_padding_is_dropped_wherever_it_points(padding, traced_for):
     pages = jnp.full(SHAPE, 5.0)
     kv = jnp.full((3, 3, 8), jnp.nan).at[0].set(1.0)
     blocks, offsets = jnp.array([0, padding, padding]), jnp.array([2, 3, 0])
@@ -31,15 +31,17 @@ def test_padding_is_dropped_wherever_it_points(padding):
     assert (out == 5).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
-def test_in_place(tokens):
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 3), (8, 3), (8, 1)])
+def test_in_place(tokens, heads):
+    shape = (64, 2, 2, heads, 4, 8)
     spec = jax.ShapeDtypeStruct
-    args = (spec((tokens, 3, 8), jnp.float32),) * 2 + (spec((tokens,), jnp.int32),) * 2
-    compiled = step.lower(spec(SHAPE, jnp.float32), *args, layer=1).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == np.prod(SHAPE) * 4
-    pages = jnp.zeros(SHAPE)
+    args = (spec((tokens, heads, 8), jnp.float32),) * 2 + (spec((tokens,), jnp.int32),) * 2
+    analysis = step.lower(spec(shape, jnp.float32), *args, layer=1).compile().memory_analysis()
+    assert analysis.alias_size_in_bytes == np.prod(shape) * 4
+    assert analysis.temp_size_in_bytes < np.prod(shape)
+    pages = jnp.zeros(shape)
     pointer = pages.unsafe_buffer_pointer()
-    kv = jnp.ones((tokens, 3, 8))
+    kv = jnp.ones((tokens, heads, 8))
     zeros = jnp.zeros(tokens, jnp.int32)
     out = step(pages, kv, kv, zeros, zeros, layer=1)
     assert out.unsafe_buffer_pointer() == pointer
@@ -53,7 +55,7 @@ def test_pages_keep_their_dtype():
 
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
-def test_int8_equals_the_reference(rng, scale_dtype):
+def test_int8_equals_the_reference(rng, scale_dtype, traced_for):
     pages = rng.integers(-127, 128, SHAPE).astype(np.int8)
     scales = rng.random(SHAPE[:-1]).astype(scale_dtype)
     k, v = rng.normal(size=(2, 4, 3, 8)).astype(np.float32)
@@ -86,6 +88,13 @@ def test_scales_exactly_with_int8():
         scatter_kv(jnp.zeros(SHAPE, jnp.int8), *args, layer=0)
     with pytest.raises(ValueError, match="these are float32"):
         scatter_kv(jnp.zeros(SHAPE), *args, layer=0, kv_scales=jnp.zeros(SHAPE[:-1]))
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_of_another_pool(layer):
+    args = (*[jnp.ones((1, 3, 8))] * 2, *[jnp.zeros(1, jnp.int32)] * 2)
+    with pytest.raises(ValueError, match=f"layer={layer} is not one of the pool's 2 layers"):
+        scatter_kv(jnp.zeros(SHAPE), *args, layer=layer)
 
 
 def test_copy_blocks_reads_before_it_writes_and_drops_padding():
