@@ -17,10 +17,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser(
         "compile-check",
         help="compile kernels and whole steps for GPUs that are not there",
-        description="Compiles the kernels and whole steps of models down to machine code for GPUs "
-        "that this machine need not have, and reads from the compiler what they take. Exit status "
-        "1 where something does not compile, spills registers or copies the pool. Needs the "
-        "dependency group `aot`: uv run --group aot jaxkv compile-check.",
+        description="Compiles the operations on the pool, the kernels and whole steps of models "
+        "down to machine code for GPUs that this machine need not have, and reads from the "
+        "compiler what they take. Exit status 1 where something does not compile, spills "
+        "registers, copies the pool or writes it element by element. Needs the dependency group "
+        "`aot`: uv run --group aot jaxkv compile-check.",
     )
     p.add_argument(
         "--gpu", action="append", choices=[*NAMES, "all"], metavar="NAME",
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         program.name
         for program in programs().values()
         if any(text in program.name for text in args.only or [""])
-        and (program.kernel or not args.kernels_only)
+        and (program.kind != "step" or not args.kernels_only)
     ]
     if not names:
         raise ConfigError(f"--only leaves none of these steps: {'; '.join(programs())}")

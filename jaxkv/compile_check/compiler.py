@@ -30,9 +30,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.compile_check.programs import Program, programs
-from jaxkv.compile_check.report import Resources, Row, count_kernels, count_pool_copies
+from jaxkv.compile_check.report import (
+    Resources,
+    Row,
+    count_atomic_scatters,
+    count_kernels,
+    count_pool_copies,
+)
 from jaxkv.compile_check.targets import Target
-from jaxkv.config import DTYPES
 from jaxkv.errors import ConfigError, JaxkvError
 from pallas_kernels.paged_attention import supports
 from pallas_kernels.target import compile_for
@@ -149,15 +154,12 @@ def _compile(target: Target, program: Program, row: Row, log: TextIO, rows: Conn
 
 
 def _compiled(target: Target, program: Program, row: Row, log: TextIO) -> Row:
-    cache, began = program.cache, time.perf_counter()
+    began = time.perf_counter()
+    attention, fallback = None, None
     with compile_for("gpu", target.compute_capability) as pipelines:
-        claimed, reason = supports(
-            "mosaic_gpu",
-            head_dim=cache.head_dim,
-            block_size=cache.block_size,
-            dtype=DTYPES[cache.dtype],
-            group=program.group,
-        )
+        if program.call is not None:
+            claimed, reason = supports("mosaic_gpu", **program.call)
+            fallback = None if claimed else reason
         mesh = Mesh(np.array(target.devices(program.num_devices)), ("heads",))
         function, args = program.build(mesh)
         compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
@@ -171,16 +173,19 @@ def _compiled(target: Target, program: Program, row: Row, log: TextIO) -> Row:
     assert hlo is not None
     assert memory is not None
     kernels = count_kernels(hlo)
+    if program.call is not None:
+        attention = "mosaic_gpu" if kernels else "xla"
     return dataclasses.replace(
         row,
-        attention="mosaic_gpu" if kernels else "xla",
+        attention=attention,
         kernels=kernels,
-        fallback=None if claimed else reason,
+        fallback=fallback,
         resources=resources,
         blocks_per_sm=blocks,
         bytes_in_flight=None if blocks is None or in_flight is None else blocks * in_flight,
         alias_bytes=memory.alias_size_in_bytes,
-        pool_copies=count_pool_copies(hlo, row.pool_bytes // DTYPES[cache.dtype].itemsize),
+        pool_copies=count_pool_copies(hlo, program.pool_elements),
+        atomic_scatters=count_atomic_scatters(hlo, program.pool_elements),
         temp_bytes=memory.temp_size_in_bytes,
         seconds=seconds,
     )

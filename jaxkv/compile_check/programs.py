@@ -1,4 +1,4 @@
-"""What is compiled: single kernels, whole steps of a model, and a step over eight GPUs.
+"""What is compiled: operations on the pool, kernels, steps of whole models and over eight GPUs.
 
 Shapes only: no weight and no pool is ever made.
 """
@@ -6,7 +6,8 @@ Shapes only: no weight and no pool is ever made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -17,8 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 from models import Llama, LlamaConfig
-
-Form = Literal["decode", "prefill"]
+from pallas_kernels.copy_blocks import copy_blocks
+from pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
+from pallas_kernels.paged_attention.support import Form
+from pallas_kernels.scatter_kv import scatter_kv
 
 _MODELS = {
     "SmolLM2-135M": LlamaConfig(
@@ -32,7 +35,7 @@ _MODELS = {
 }  # fmt: skip
 _MODEL_OF_HEAD_DIM = {config.head_dim: config for config in _MODELS.values()}
 
-# form, head_dim (whose model gives the numbers of heads), block size, dtype of pool and queries
+# form, head_dim (whose model gives the numbers of heads), block size, dtype of the pages
 _KERNELS: tuple[tuple[Form, int, int, str], ...] = (
     ("decode", 64, 16, "bfloat16"),
     ("decode", 64, 64, "bfloat16"),
@@ -50,9 +53,11 @@ _KERNELS: tuple[tuple[Form, int, int, str], ...] = (
     ("prefill", 96, 16, "bfloat16"),
     ("prefill", 256, 16, "bfloat16"),
 )
-_MAX_LEN = 2048  # of each of 64 sequences: the pool is far larger than all else that a step holds
+_POOL_BYTES = 16 * 2**30  # of each GPU: far more than all else of a step
+_MAX_LEN = 2048
 _DECODE_SEQS = 64
 _PREFILL_TOKENS, _PREFILL_SEQS = 512, 8
+_MOVED_BLOCKS = 32  # by an operation
 _KERNEL_LAYERS = 2  # more than one, so that a layer is not the whole pool
 _SHARDED_LAYERS = 4  # each is compiled for itself: more would say the same
 
@@ -61,44 +66,89 @@ _WHOLE, _BY_HEADS = PartitionSpec(), PartitionSpec(None, "heads")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step to compile: `function(state, *args)`, its cache donated.
+    """What to compile: `function(pool or state, *args)`, its first argument donated.
 
     Attributes:
       name: what the table calls it.
-      kernel: whether it is one attention call, and not a stack of them.
+      kind: "operation" on the pool, "kernel" (one attention call), or "step" (a stack of them).
       num_devices: GPUs it runs on.
-      cache: the shape of its cache, all devices together.
-      group: query heads that share a KV head.
-      build: function and abstract arguments on a mesh of `num_devices`, the state first.
+      pool: pages, and scales if there are any; all devices together.
+      call: of `supports`, what it attends with; None if it does not attend.
+      build: function and abstract arguments on a mesh of `num_devices`.
     """
 
     name: str
-    kernel: bool
+    kind: Literal["operation", "kernel", "step"]
     num_devices: int
-    cache: jaxkv.CacheConfig
-    group: int
+    pool: tuple[jax.ShapeDtypeStruct, ...]
+    call: Mapping[str, Any] | None
     build: Callable[[Mesh], tuple[Callable[..., Any], tuple[Any, ...]]]
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool on one device."""
-        return self.cache.pool_bytes // self.num_devices
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.pool) // self.num_devices
+
+    @property
+    def pool_elements(self) -> set[int]:
+        """Elements of the pool's arrays on one device."""
+        return {math.prod(x.shape) // self.num_devices for x in self.pool}
 
 
 def programs() -> dict[str, Program]:
-    """All programs by name, kernels first."""
+    """All programs by name, the small ones first."""
     models = [(name, config) for name, config in _MODELS.items()]
-    listed = [_kernel(*row) for row in _KERNELS]
+    listed = _operations()
+    listed += [_kernel(*row) for row in _KERNELS]
     listed += [_model_step(form, *model) for model in models for form in ("decode", "prefill")]
     listed += [_sharded(form, *models[-1], num_devices=8) for form in ("decode", "prefill")]
     return {program.name: program for program in listed}
+
+
+def _operations() -> list[Program]:
+    """What changes or moves blocks of Llama-3-8B's pool."""
+    config = _MODELS["Llama-3-8B"]
+    state = _state(config, jaxkv.CacheConfig.block_size, "bfloat16")
+    quantised = _state(config, 64, "int8")
+    pages = state.kv_pages
+    ids = jax.ShapeDtypeStruct((_MOVED_BLOCKS,), jnp.int32)
+    staged = jax.ShapeDtypeStruct((_MOVED_BLOCKS, *pages.shape[1:]), pages.dtype)
+    token = jax.ShapeDtypeStruct((_PREFILL_TOKENS,), jnp.int32)
+    kv = jax.ShapeDtypeStruct((*token.shape, config.num_kv_heads, config.head_dim), jnp.bfloat16)
+    tokens = kv, kv, token, token
+
+    def scatter(kv_pages, *tokens):
+        return scatter_kv(kv_pages, *tokens, layer=1)
+
+    def scatter_int8(pool, *tokens):
+        kv_pages, kv_scales = pool
+        return scatter_kv(kv_pages, *tokens, layer=1, kv_scales=kv_scales)
+
+    def gather(pool, ids):
+        return pool, gather_blocks(pool, ids)
+
+    def of(name: str, function: Callable[..., Any], pool: Any, *args: Any) -> Program:
+        arrays = tuple(jax.tree.leaves(pool))
+        return Program(
+            name, "operation", 1, arrays, None, lambda mesh: (function, _on(mesh, (pool, *args)))
+        )
+
+    return [
+        of("scatter_kv bfloat16", scatter, pages, *tokens),
+        of("scatter_kv int8", scatter_int8, _pool(quantised), *tokens),
+        of("copy_blocks", copy_blocks, pages, ids, ids),
+        of("gather_blocks", gather, pages, ids),
+        of("put_blocks", put_blocks, pages, staged, ids),
+        of("zero_blocks", zero_blocks, pages, ids),
+    ]
 
 
 def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
     """K and V of a step's tokens into the pool, and attention, in one layer of several."""
     like = _MODEL_OF_HEAD_DIM.get(head_dim, _MODELS["Llama-3-8B"])
     config = dataclasses.replace(like, head_dim=head_dim, num_layers=_KERNEL_LAYERS)
-    cache = _cache(config, block_size, dtype)
+    state = _state(config, block_size, dtype)
+    query_dtype = "bfloat16" if dtype == "int8" else dtype
 
     def step(state, q, k, v, batch):
         return jaxkv.attention(q, k, v, state, 1, batch)
@@ -106,18 +156,18 @@ def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
     def build(mesh: Mesh):
         batch = _batch(form)
         q, kv = (
-            jax.ShapeDtypeStruct((len(batch.rows), heads, head_dim), dtype)
+            jax.ShapeDtypeStruct((len(batch.rows), heads, head_dim), query_dtype)
             for heads in (config.num_heads, config.num_kv_heads)
         )
-        return step, _on(mesh, (_state(cache), q, kv, kv, batch))
+        return step, _on(mesh, (state, q, kv, kv, batch))
 
     name = f"{form} {dtype}, head {head_dim}, block {block_size}"
-    return Program(name, True, 1, cache, config.num_heads // config.num_kv_heads, build)
+    return Program(name, "kernel", 1, _pool(state), _call(config, form, state, query_dtype), build)
 
 
 def _model_step(form: Form, name: str, config: LlamaConfig) -> Program:
     """The library's own model, all of its layers."""
-    cache = _cache(config, jaxkv.CacheConfig.block_size, "bfloat16")
+    state = _state(config, jaxkv.CacheConfig.block_size, "bfloat16")
 
     def build(mesh: Mesh):
         model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -128,16 +178,16 @@ def _model_step(form: Form, name: str, config: LlamaConfig) -> Program:
         def step(state, params, tokens, batch):
             return nnx.merge(graph, params)(tokens, state, batch)
 
-        return step, _on(mesh, (_state(cache), params, tokens, batch))
+        return step, _on(mesh, (state, params, tokens, batch))
 
-    group = config.num_heads // config.num_kv_heads
-    return Program(f"{name} {form}, whole", False, 1, cache, group, build)
+    call = _call(config, form, state, "bfloat16")
+    return Program(f"{name} {form}, whole", "step", 1, _pool(state), call, build)
 
 
 def _sharded(form: Form, name: str, config: LlamaConfig, num_devices: int) -> Program:
     """Attention layers and their projections, divided over devices by KV heads."""
     config = dataclasses.replace(config, num_layers=_SHARDED_LAYERS)
-    cache = _cache(config, jaxkv.CacheConfig.block_size, "bfloat16")
+    state = _state(config, jaxkv.CacheConfig.block_size, "bfloat16", num_devices)
     group, width = config.num_heads // config.num_kv_heads, config.hidden_size
     layers_heads = (config.num_layers, config.num_kv_heads)
 
@@ -160,27 +210,53 @@ def _sharded(form: Form, name: str, config: LlamaConfig, num_devices: int) -> Pr
         )
         arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
         state_spec = dataclasses.replace(
-            jax.tree.map(lambda _: _WHOLE, _state(cache)),
+            jax.tree.map(lambda _: _WHOLE, state),
             kv_pages=PartitionSpec(None, None, None, "heads"),
         )
         specs = (state_spec, _WHOLE, _BY_HEADS, _BY_HEADS, _WHOLE)
         sharded = jax.shard_map(
             step, mesh=mesh, in_specs=specs, out_specs=(_WHOLE, state_spec), check_vma=False
         )
-        return sharded, _on(mesh, (_state(cache), *arrays, batch), specs)
+        return sharded, _on(mesh, (state, *arrays, batch), specs)
 
     what = f"{name} {form}, attention of {config.num_layers} layers"
-    return Program(what, False, num_devices, cache, group, build)
+    call = _call(config, form, state, "bfloat16")
+    return Program(what, "step", num_devices, _pool(state), call, build)
 
 
-def _cache(config: LlamaConfig, block_size: int, dtype: str) -> jaxkv.CacheConfig:
-    return jaxkv.CacheConfig.for_model(
-        config, max_len=_MAX_LEN, block_size=block_size, max_seqs=_DECODE_SEQS, dtype=dtype
+def _state(config: LlamaConfig, block_size: int, dtype: str, num_devices: int = 1):
+    """A cache with pages of `_POOL_BYTES` on each device; beside int8 pages, float32 scales."""
+    wide = "bfloat16" if dtype == "int8" else dtype
+    cache = jaxkv.CacheConfig.for_model(
+        config, memory_bytes=_POOL_BYTES * num_devices, max_len=_MAX_LEN, block_size=block_size,
+        max_seqs=_DECODE_SEQS, dtype=wide,
+    )  # fmt: skip
+    state = jax.eval_shape(lambda: jaxkv.init_state(cache))
+    if dtype != "int8":
+        return state
+    num_blocks, *block = state.kv_pages.shape
+    codes = (2 * num_blocks, *block)  # as many bytes
+    return dataclasses.replace(
+        state,
+        kv_pages=jax.ShapeDtypeStruct(codes, jnp.int8),
+        kv_scales=jax.ShapeDtypeStruct(codes[:-1], jnp.float32),
     )
 
 
-def _state(cache: jaxkv.CacheConfig) -> jaxkv.PagedState:
-    return jax.eval_shape(lambda: jaxkv.init_state(cache))
+def _pool(state: jaxkv.PagedState) -> tuple[Any, ...]:
+    return tuple(jax.tree.leaves((state.kv_pages, state.kv_scales)))
+
+
+def _call(config: LlamaConfig, form: Form, state: jaxkv.PagedState, query_dtype: str):
+    """Of `supports`."""
+    return dict(
+        head_dim=config.head_dim,
+        block_size=state.kv_pages.shape[4],
+        dtype=state.kv_pages.dtype,
+        query_dtype=query_dtype,
+        group=config.num_heads // config.num_kv_heads,
+        form=form,
+    )
 
 
 def _batch(form: Form) -> jaxkv.Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -77,22 +77,36 @@ def count_kernels(hlo: str) -> int:
     return hlo.count('custom_call_target="mosaic_gpu')
 
 
-def count_pool_copies(hlo: str, pool_elements: int) -> int:
+def count_pool_copies(hlo: str, pool_elements: Collection[int]) -> int:
     """Instructions of a compiled module that copy or transpose something of the pool's size."""
     moved = re.findall(r"= \(?\w+\[([\d,]+)\][^=]* (?:copy|copy-start|transpose)\(", hlo)
-    return sum(math.prod(map(int, shape.split(","))) == pool_elements for shape in moved)
+    return sum(_elements(shape) in pool_elements for shape in moved)
+
+
+def count_atomic_scatters(hlo: str, pool_elements: Collection[int]) -> int:
+    """Scatters into the pool whose indices may repeat: XLA then writes elements of fewer than 32
+    bits one by one, each with a compare-and-swap."""
+    scatters = re.findall(r"= \w+\[([\d,]+)\]\S* scatter\((.*)", hlo)
+    return sum(
+        _elements(shape) in pool_elements and "unique_indices=true" not in rest
+        for shape, rest in scatters
+    )
+
+
+def _elements(shape: str) -> int:
+    return math.prod(map(int, shape.split(",")))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One step compiled for one target. What does not apply, or is not known, is None.
+    """One program compiled for one target. What does not apply, or is not known, is None.
 
     Attributes:
       target: name of the GPU.
-      program: name of the step.
-      num_devices: GPUs of the step.
+      program: its name.
+      num_devices: GPUs that it runs on.
       pool_bytes: of the cache, on one GPU, as are all bytes here.
-      attention: what attends: "mosaic_gpu" or "xla".
+      attention: what attends: "mosaic_gpu" or "xla"; None for an operation that does not.
       kernels: calls of Mosaic GPU kernels.
       fallback: why it is not a kernel.
       error: why it does not compile.
@@ -101,6 +115,7 @@ class Row:
       bytes_in_flight: of one SM: what the kernel declares, times the thread blocks that fit.
       alias_bytes: of the arguments, reused for the results.
       pool_copies: instructions that copy the pool.
+      atomic_scatters: scatters into the pool that compare and swap each element.
       temp_bytes: beside arguments and results.
       seconds: it took to trace and compile, beside others.
     """
@@ -118,6 +133,7 @@ class Row:
     bytes_in_flight: int | None = None
     alias_bytes: int | None = None
     pool_copies: int | None = None
+    atomic_scatters: int | None = None
     temp_bytes: int | None = None
     seconds: float | None = None
 
@@ -127,7 +143,7 @@ class Row:
         if self.error is not None:
             return [f"does not compile: {self.error.splitlines()[0]}"]
         broken = []
-        if self.fallback is None and not self.kernels:
+        if self.attention is not None and self.fallback is None and not self.kernels:
             broken.append("a kernel claims to support this, but the step calls none")
         if self.kernels and self.resources is None:
             broken.append("the compiler did not say what its kernels take")
@@ -139,6 +155,8 @@ class Row:
             broken.append(f"{self.alias_bytes} bytes aliased, the pool has {self.pool_bytes}")
         if self.pool_copies:
             broken.append(f"{self.pool_copies} copies of the pool")
+        if self.atomic_scatters:
+            broken.append(f"{self.atomic_scatters} scatters compare and swap each element")
         if self.temp_bytes is not None and self.temp_bytes >= self.pool_bytes:
             broken.append(f"{self.temp_bytes} temporary bytes, as many as the pool or more")
         return broken

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -16,7 +17,14 @@ from rich.console import Console
 from jaxkv.cli import main
 from jaxkv.compile_check import targets
 from jaxkv.compile_check.programs import programs
-from jaxkv.compile_check.report import Resources, Row, count_kernels, count_pool_copies, table
+from jaxkv.compile_check.report import (
+    Resources,
+    Row,
+    count_atomic_scatters,
+    count_kernels,
+    count_pool_copies,
+    table,
+)
 from jaxkv.compile_check.targets import Target
 from jaxkv.errors import ConfigError
 
@@ -43,7 +51,7 @@ FITS = Resources(registers=48, spill_bytes=0, shared_bytes=105576, threads=256)
 GOOD = Row(
     target="h200", program="step", num_devices=1, pool_bytes=2048, attention="mosaic_gpu",
     kernels=1, resources=FITS, blocks_per_sm=2, bytes_in_flight=196608, alias_bytes=2100,
-    pool_copies=0, temp_bytes=64, seconds=1.5,
+    pool_copies=0, atomic_scatters=0, temp_bytes=64, seconds=1.5,
 )  # fmt: skip
 
 
@@ -90,8 +98,17 @@ def test_only_copies_of_the_pool_count():
     %copy.3 = s32[] copy(%constant)
     %fusion = bf16[8,2,2,1,16,64]{5,4,3,2,1,0} fusion(%copy.1), kind=kLoop, calls=%copy_fusion
     """
-    assert count_pool_copies(hlo, 8 * 2 * 2 * 16 * 64) == 3
-    assert count_pool_copies(hlo, 7) == 0
+    assert count_pool_copies(hlo, {8 * 2 * 2 * 16 * 64, 5}) == 3
+    assert count_pool_copies(hlo, {7}) == 0
+
+
+def test_scatters_whose_indices_may_repeat_count():
+    hlo = """
+    %a = bf16[32,16,64]{2,1,0} scatter(%p, %i, %x), index_vector_dim=1, to_apply=%region
+    %b = bf16[32,16,64]{2,1,0} scatter(%p, %i, %x), unique_indices=true, to_apply=%region
+    ROOT %c = s32[64]{0} scatter(%lens, %i, %x), to_apply=%region, metadata={op_name="scatter"}
+    """
+    assert count_atomic_scatters(hlo, {32 * 16 * 64}) == 1
 
 
 def test_kernels_are_counted_by_their_custom_calls():
@@ -105,6 +122,7 @@ def test_kernels_are_counted_by_their_custom_calls():
 def test_a_good_row_breaks_nothing():
     assert GOOD.broken == []
     assert dataclasses.replace(GOOD, fallback="no kernel", kernels=0, resources=None).broken == []
+    assert dataclasses.replace(GOOD, attention=None, kernels=0, resources=None).broken == []
 
 
 @pytest.mark.parametrize(
@@ -115,6 +133,7 @@ def test_a_good_row_breaks_nothing():
         ({"blocks_per_sm": 0}, "no thread block fits an SM"),
         ({"alias_bytes": 100}, "100 bytes aliased, the pool has 2048"),
         ({"pool_copies": 2}, "2 copies of the pool"),
+        ({"atomic_scatters": 3}, "3 scatters compare and swap each element"),
         ({"temp_bytes": 2048}, "2048 temporary bytes, as many as the pool or more"),
         ({"kernels": 0}, "a kernel claims to support this, but the step calls none"),
         ({"resources": None}, "the compiler did not say what its kernels take"),
@@ -168,13 +187,15 @@ def test_an_unknown_target_is_an_error():
 @pytest.mark.parametrize("name", [n for n, p in programs().items() if p.num_devices == 1])
 def test_programs_trace(name):
     program = programs()[name]
-    step, (state, *args) = program.build(Mesh(np.array(jax.devices()[:1]), ("heads",)))
-    pages = state.kv_pages
-    assert pages.size * pages.dtype.itemsize == program.pool_bytes
-    if program.kernel:  # a model's trace takes seconds
-        out, after = jax.eval_shape(step, state, *args)
-        assert out.shape == args[0].shape
-        assert after.kv_pages.shape == pages.shape
+    function, (first, *args) = program.build(Mesh(np.array(jax.devices()[:1]), ("heads",)))
+    held = first if program.kind == "operation" else (first.kv_pages, first.kv_scales)
+    held = jax.tree.leaves(held)
+    assert sum(x.size * x.dtype.itemsize for x in held) == program.pool_bytes
+    if program.kind == "step":  # a model's trace takes seconds
+        return
+    results = jax.tree.leaves(jax.eval_shape(function, first, *args))
+    shapes = [(x.shape, x.dtype) for x in results]
+    assert all((x.shape, x.dtype) in shapes for x in held)
 
 
 # -- the command -----------------------------------------------------------------------------
@@ -197,38 +218,89 @@ def test_without_the_compiler_the_error_names_the_command(capsys, monkeypatch):
 
 def test_a_filter_that_leaves_nothing_is_an_error(capsys):
     assert main(["compile-check", "--only", "mamba"]) == 2
-    assert "leaves none of these steps: decode bfloat16" in capsys.readouterr().err
+    assert "leaves none of these steps: scatter_kv bfloat16;" in capsys.readouterr().err
+
+
+def compile_check(tmp_path, *args, **environment):
+    """Rows by (target, program) of a run of the command, in a process of its own."""
+    run = "import sys, jaxkv.cli; sys.exit(jaxkv.cli.main())"
+    ran = subprocess.run(
+        [sys.executable, "-c", run, "compile-check", "--json", tmp_path / "rows.json", *args],
+        env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert all(row["program"] in ran.stdout for row in rows)
+    return {(row["target"], row["program"]): row for row in rows}
+
+
+def only(*texts):
+    return [arg for text in texts for arg in ("--only", text)]
+
+
+@pytest.fixture(scope="module")
+def on_an_h200(tmp_path_factory):
+    """Rows of an H200 by name, and the machine's own language of the operations on the pool."""
+    folder = tmp_path_factory.mktemp("h200")
+    operations = "jit_(scatter|gather|copy_blocks|put_blocks|zero_blocks)"
+    rows = compile_check(
+        folder,
+        *only("scatter_kv", "_blocks", "decode bfloat16, head 64, block 16", "head 80"),
+        *only(
+            "head 128, block 16", "head 256", "SmolLM2-135M decode", "Llama-3-8B decode, attention"
+        ),
+        XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_emitter_re=. "
+        f"--xla_dump_hlo_module_re={operations}",
+    )
+    ptx = [file.read_text() for file in folder.glob("*.ptx")]
+    return {name: row for (_, name), row in rows.items()}, ptx
 
 
 @pytest.mark.aot
-def test_steps_compile_for_an_h200(tmp_path):
-    names = ["head 80", "head 128, block 16", "head 256"]
-    names += ["SmolLM2-135M decode", "Llama-3-8B decode, attention"]
-    args = [arg for name in names for arg in ("--only", name)]
-    main = "import sys, jaxkv.cli; sys.exit(jaxkv.cli.main())"
-    ran = subprocess.run(
-        [sys.executable, "-c", main, "compile-check", "--json", tmp_path / "rows.json", *args],
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == 9
-    assert {row["num_devices"] for row in rows} == {1, 8}
-    for row in rows:
+def test_nothing_copies_the_pool(on_an_h200):
+    rows, _ = on_an_h200
+    assert len(rows) == 6 + 8 + 2
+    for name, row in rows.items():
         assert row["error"] is None
         assert row["broken"] == []
         assert row["alias_bytes"] >= row["pool_bytes"]
-        assert row["pool_copies"] == 0
-        assert row["temp_bytes"] < row["pool_bytes"] / 4
-        assert row["program"] in ran.stdout
-        if row["attention"] == "mosaic_gpu":
-            assert row["resources"]["spill_bytes"] == 0
-            assert row["blocks_per_sm"] >= 1
-            assert row["bytes_in_flight"] >= 64 * 1024
-        if row["program"].startswith("decode") and "head 256" not in row["program"]:
-            assert row["resources"]["registers"] <= 64
+        assert row["pool_copies"] == row["atomic_scatters"] == 0
+        assert row["temp_bytes"] < row["pool_bytes"] / 50, name
+
+
+@pytest.mark.aot
+def test_kernels_fill_an_h200(on_an_h200):
+    rows, _ = on_an_h200
+    rows = {name: row for name, row in rows.items() if row["attention"] is not None}
+    assert len(rows) == 10
+    assert {row["num_devices"] for row in rows.values()} == {1, 8}
+    for name, row in rows.items():
+        assert row["attention"] == "mosaic_gpu"
+        assert row["resources"]["spill_bytes"] == 0
+        assert row["blocks_per_sm"] >= 1
+        assert row["bytes_in_flight"] >= 64 * 1024
+        if "decode" in name and "head 256" not in name:
             assert row["blocks_per_sm"] >= 2
+            assert row["resources"]["registers"] <= 64, name
+
+
+@pytest.mark.aot
+def test_operations_on_the_pool_write_wide_and_without_atomics(on_an_h200):
+    rows, ptx = on_an_h200
+    for name in ("scatter_kv bfloat16", "gather_blocks", "put_blocks", "zero_blocks"):
+        assert rows[name]["temp_bytes"] < 4096
+    assert rows["scatter_kv int8"]["temp_bytes"] < 2**16  # one scale of each row
+    assert rows["copy_blocks"]["temp_bytes"] < 2**16 + 32 * 2 * 2**20  # the blocks copied
+    moving = [text for text in ptx if re.search(r"\.entry \w*(scatter|gather|select)", text)]
+    assert len(moving) == 7 + 1  # the copy takes two, and scatter_kv of int8 one for the scales
+    for text in moving:
+        assert not re.search(r"\b(atom|red)\.", text)
+        widths = [
+            int(count or 1) * int(bits)
+            for count, bits in re.findall(r"\bst\.global\.(?:v(\d)\.)?b(\d+)", text)
+        ]
+        assert widths
+        assert min(widths) >= 32
 
 
 BAD_STEPS = """
@@ -239,6 +311,10 @@ from jaxkv.compile_check.targets import Target
 
 def copies(state, *args):
     return dataclasses.replace(state, kv_pages=state.kv_pages.at[0].set(0)), state.kv_pages
+
+def may_repeat(state, *args):
+    pages = state.kv_pages
+    return dataclasses.replace(state, kv_pages=pages.at[state.seq_lens].set(0))
 
 def moves(state, *args):
     pages = state.kv_pages
@@ -254,8 +330,8 @@ def dies(state, *args):
     os.write(2, b"LLVM ERROR: cannot select\\n")
     os.abort()
 
-program = next(iter(programs().values()))
-for bad in (copies, moves, converts, fails, dies):
+program = programs()["decode bfloat16, head 64, block 16"]
+for bad in (copies, may_repeat, moves, converts, fails, dies):
     build = lambda mesh: (bad, program.build(mesh)[1])
     job = _Job(Target.load("h200"), dataclasses.replace(program, build=build))
     print(*job.row().broken, sep="; ")
@@ -271,9 +347,10 @@ def test_bad_steps_are_caught():
         text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    copied, moved, converted, failed, died = ran.stdout.splitlines()
+    copied, repeated, moved, converted, failed, died = ran.stdout.splitlines()
     pool = programs()["decode bfloat16, head 64, block 16"].pool_bytes
     assert "copies of the pool" in copied
+    assert "1 scatters compare and swap each element" in repeated
     assert f"{pool} temporary bytes, as many as the pool or more" in moved
     assert f"bytes aliased, the pool has {pool}" in converted
     assert failed == "does not compile: ValueError: 7 is odd"
