@@ -247,7 +247,11 @@ def on_an_h200(tmp_path_factory):
         folder,
         *only("scatter_kv", "_blocks", "decode bfloat16, head 64, block 16", "head 80"),
         *only(
-            "head 128, block 16", "head 256", "SmolLM2-135M decode", "Llama-3-8B decode, attention"
+            "head 128, block 16",
+            "int8, head 128",
+            "head 256",
+            "SmolLM2-135M decode",
+            "Llama-3-8B decode, attention",
         ),
         XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_emitter_re=. "
         f"--xla_dump_hlo_module_re={operations}",
@@ -259,7 +263,7 @@ def on_an_h200(tmp_path_factory):
 @pytest.mark.aot
 def test_nothing_copies_the_pool(on_an_h200):
     rows, _ = on_an_h200
-    assert len(rows) == 6 + 8 + 2
+    assert len(rows) == 6 + 10 + 2
     for name, row in rows.items():
         assert row["error"] is None
         assert row["broken"] == []
@@ -272,7 +276,7 @@ def test_nothing_copies_the_pool(on_an_h200):
 def test_kernels_fill_an_h200(on_an_h200):
     rows, _ = on_an_h200
     rows = {name: row for name, row in rows.items() if row["attention"] is not None}
-    assert len(rows) == 10
+    assert len(rows) == 12
     assert {row["num_devices"] for row in rows.values()} == {1, 8}
     for name, row in rows.items():
         assert row["attention"] == "mosaic_gpu"
@@ -281,7 +285,7 @@ def test_kernels_fill_an_h200(on_an_h200):
         assert row["bytes_in_flight"] >= 64 * 1024
         if "decode" in name and "head 256" not in name:
             assert row["blocks_per_sm"] >= 2
-            assert row["resources"]["registers"] <= 64, name
+            assert row["resources"]["registers"] <= (104 if "int8" in name else 64), name
 
 
 @pytest.mark.aot
