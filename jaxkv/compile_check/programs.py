@@ -56,7 +56,7 @@ _KERNELS: tuple[tuple[Form, int, int, str], ...] = (
     ("prefill", 96, 16, "bfloat16"),
     ("prefill", 256, 16, "bfloat16"),
 )
-_POOL_BYTES = 16 * 2**30  # of each GPU: far more than all else of a step
+_POOL_BYTES = 40 * 2**30  # of each GPU: more than 2^31 elements, and than all else of a step
 _MAX_LEN = 2048
 _DECODE_SEQS = 64
 _PREFILL_TOKENS, _PREFILL_SEQS = 512, 8

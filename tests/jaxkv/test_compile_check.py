@@ -191,6 +191,7 @@ def test_programs_trace(name):
     held = first if program.kind == "operation" else (first.kv_pages, first.kv_scales)
     held = jax.tree.leaves(held)
     assert sum(x.size * x.dtype.itemsize for x in held) == program.pool_bytes
+    assert max(x.size for x in held) > 2**31
     if program.kind == "step":  # a model's trace takes seconds
         return
     results = jax.tree.leaves(jax.eval_shape(function, first, *args))
@@ -246,13 +247,7 @@ def on_an_h200(tmp_path_factory):
     rows = compile_check(
         folder,
         *only("scatter_kv", "_blocks", "decode bfloat16, head 64, block 16", "head 80"),
-        *only(
-            "head 128, block 16",
-            "int8, head 128",
-            "head 256",
-            "SmolLM2-135M decode",
-            "Llama-3-8B decode, attention",
-        ),
+        *only("head 128, block 16", "int8, head 128", "head 256", "Llama-3-8B decode"),
         XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_emitter_re=. "
         f"--xla_dump_hlo_module_re={operations}",
     )
@@ -261,15 +256,16 @@ def on_an_h200(tmp_path_factory):
 
 
 @pytest.mark.aot
-def test_nothing_copies_the_pool(on_an_h200):
+def test_nothing_copies_a_pool_of_40_gib(on_an_h200):
     rows, _ = on_an_h200
     assert len(rows) == 6 + 10 + 2
     for name, row in rows.items():
         assert row["error"] is None
         assert row["broken"] == []
+        assert row["pool_bytes"] > 39 * 2**30
         assert row["alias_bytes"] >= row["pool_bytes"]
         assert row["pool_copies"] == row["atomic_scatters"] == 0
-        assert row["temp_bytes"] < row["pool_bytes"] / 50, name
+        assert row["temp_bytes"] < row["pool_bytes"] / 100, name
 
 
 @pytest.mark.aot
