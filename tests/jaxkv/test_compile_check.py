@@ -303,6 +303,18 @@ def test_operations_on_the_pool_write_wide_and_without_atomics(on_an_h200):
         assert min(widths) >= 32
 
 
+@pytest.mark.aot
+def test_other_gpus(tmp_path):
+    gpus = [arg for gpu in ("a100", "b200", "h100") for arg in ("--gpu", gpu)]
+    step = "decode bfloat16, head 64, block 16"
+    rows = compile_check(tmp_path, *gpus, *only(step))
+    found = {gpu: row["attention"] for (gpu, _), row in rows.items()}
+    assert found == {"a100": "xla", "b200": "xla", "h100": "mosaic_gpu"}
+    for (gpu, _), row in rows.items():
+        assert row["broken"] == []
+        assert (row["fallback"] is None) == (gpu == "h100")
+
+
 BAD_STEPS = """
 import dataclasses, os
 from jaxkv.compile_check.compiler import _Job
