@@ -17,6 +17,9 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 
+_MAX_PAGES = 2**31 - 1  # of a pool, each of one layer, K or V, head: kernels count them in an int32
+
+
 class ModelShape(Protocol):
     """What a cache needs to know of a model."""
 
@@ -43,7 +46,8 @@ class CacheConfig:
       dtype: element type of the pages: "float32", "bfloat16" or "float16".
 
     Raises:
-      ConfigError: a size is not positive, or the dtype is unknown.
+      ConfigError: a size is not positive, the dtype is unknown, or the pool has more pages (one a
+        block, layer, K or V, and head) than an int32 counts. Elements may be more.
 
     Example:
       >>> from jaxkv import CacheConfig
@@ -74,6 +78,15 @@ class CacheConfig:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves no usable block: block 0 is the null block; "
                 "give at least 2"
+            )
+        pages_of_block = 2 * self.num_layers * self.num_kv_heads
+        most = _MAX_PAGES // pages_of_block - 1  # padding points one block past the end
+        if self.num_blocks > most:
+            raise ConfigError(
+                f"num_blocks={self.num_blocks} of {pages_of_block} pages each (num_layers="
+                f"{self.num_layers} x 2 x num_kv_heads={self.num_kv_heads}) are more pages than an "
+                f"int32 numbers, {_MAX_PAGES}: give at most {most}, or raise block_size="
+                f"{self.block_size}"
             )
 
     @property

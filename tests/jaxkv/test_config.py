@@ -36,6 +36,17 @@ def test_other_refusals():
         CacheConfig(**(BASE | {"num_blocks": 1}))
 
 
+def test_pages_are_numbered_in_32_bits():
+    shape = dict(num_layers=32, num_kv_heads=8, head_dim=128)
+    most = 2**31 // 512 - 2  # and one block more, where padding points
+    largest = CacheConfig(**shape, num_blocks=most)
+    assert largest.pool_bytes > 2**43
+    with pytest.raises(ConfigError, match=f"num_blocks={most + 1} of 512 pages .*at most {most},"):
+        CacheConfig(**shape, num_blocks=most + 1)
+    with pytest.raises(ValueError, match=r"or raise block_size=1$"):
+        CacheConfig.for_model(Shape(), memory_bytes=2**40, block_size=1)
+
+
 class Shape:
     num_layers, num_kv_heads, head_dim = 2, 2, 8
 
