@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.layout import page_row, page_rows
 
+MASKED = -1e30  # logit of a key that is not seen: finite, so that a fully masked tile makes no NaN
 _SMALLEST = 1e-30  # keeps the scale of a row of zeros from being 0
 
 

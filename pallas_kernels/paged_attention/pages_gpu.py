@@ -22,7 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layout import page_row, page_rows
 
 TILE = 64  # tokens of a stage
-MASKED = -1e30  # finite, so that a fully masked tile leaves no NaN behind
 LOG2E = math.log2(math.e)
 # Layouts are named where they matter; inferring them takes minutes for kernels of this size.
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import target
+from pallas_kernels.paged_attention.operands import MASKED
 from pallas_kernels.paged_attention.pages_gpu import (
     LOG2E,
-    MASKED,
     PARAMS,
     TILE,
     PageReader,

@@ -11,9 +11,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.operands import Tile, read_pages
+from pallas_kernels.paged_attention.operands import MASKED, Tile, read_pages
 
-_MASKED = -1e30  # finite, so that a fully masked tile leaves no NaN behind
 # Tokens of every sequence that one pass of the decode loop reads. Few sequences take more, so that
 # a pass outweighs its launches: one of 512 tokens took 0.65 ms in tiles of 64, 0.44 in 256.
 _DECODE_TILE, _DECODE_TILE_MAX, _DECODE_TOKENS = 64, 256, 512
@@ -28,7 +27,7 @@ def _start(shape, sinks):
     """
     column = (*shape[:-1], 1)
     if sinks is None:
-        m, total = jnp.full(column, _MASKED, jnp.float32), jnp.zeros(column, jnp.float32)
+        m, total = jnp.full(column, MASKED, jnp.float32), jnp.zeros(column, jnp.float32)
     else:
         m, total = jnp.broadcast_to(sinks, column), jnp.ones(column, jnp.float32)
     return m, total, jnp.zeros(shape, jnp.float32)
@@ -44,7 +43,7 @@ def _accumulate(carry, q, tile: Tile, visible, needed, soft_cap):
     s = tile.logits(q)
     if soft_cap is not None:
         s = soft_cap * jnp.tanh(s / soft_cap)
-    s = jnp.where(visible, s, _MASKED)
+    s = jnp.where(visible, s, MASKED)
     m_new = jnp.maximum(m, s.max(axis=-1, keepdims=True))
     alpha = jnp.exp(m - m_new)
     p = jnp.exp(s - m_new)
