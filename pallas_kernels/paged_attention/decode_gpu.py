@@ -8,8 +8,9 @@ so that a group of 1 to 16 heads costs 8 or 16 columns and not 64 rows:
 
 Data movement: one thread block per (sequence, KV head, split of the context). A memory warpgroup
 reads page ids from the block table and copies pages by TMA, each K and V byte once, into a ring of
-shared-memory stages; a compute warpgroup follows with an online softmax. q comes in and the output
-goes out without a padded copy; splits leave partial outputs that `merge_attention` joins.
+shared-memory stages; a compute warpgroup follows with an online softmax. The output goes out, and q
+comes in, without a padded copy (unless `row_stride` pads); splits leave partial outputs that
+`merge_attention` joins.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     LOG2E,
     PARAMS,
     TILE,
+    TILE_ROWS,
     PageReader,
     Pages,
     Ring,
@@ -40,6 +42,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     store,
     swizzle_of,
     tiled,
+    whole_tiles,
 )
 
 RING_BYTES = 96 * 1024  # of K and V stages: two thread blocks of it fit an SM
@@ -92,6 +95,18 @@ def num_splits(num_sequences: int, num_kv_heads: int, max_tokens: int) -> int:
     return max(1, min(wanted, -(-max_tokens // TILE)))
 
 
+def row_stride(group: int) -> int:
+    """From one group's rows in the kernel's queries to the next, so that each group that begins
+    inside a tile of rows ends inside it.
+
+    Example:
+      >>> row_stride(4), row_stride(16), row_stride(3), row_stride(12)
+      (4, 16, 8, 16)
+    """
+    fits = TILE_ROWS % group == 0 or group % TILE_ROWS == 0
+    return group if fits else -(-group // TILE_ROWS) * TILE_ROWS
+
+
 def decode_gpu(
     q, kv_pages, tables, lens,
     *, layer, scale, window, soft_cap, kv_scales, splits, interpret,
@@ -113,11 +128,13 @@ def decode_gpu(
     quantised = kv_scales is not None
     operand_swizzle = swizzle_of(head_dim * q.dtype.itemsize)
     parts = 1 if splits == 1 else 2
-    # A thread block fetches `heads` rows of q from its first head on: what lies behind its own
-    # group fills columns that nobody reads. The last ones start a little earlier instead.
-    q = q.reshape(-1, head_dim)
-    if len(q) < heads:
-        q = jnp.pad(q, ((0, heads - len(q)), (0, 0)))
+    # A thread block fetches `heads` rows of q from its group on: what lies behind it fills columns
+    # that nobody reads. The last ones start a little earlier instead.
+    stride = row_stride(group)
+    if stride > group:
+        q = q.reshape(-1, group, head_dim)
+        q = jnp.pad(q, ((0, 0), (0, stride - group), (0, 0)))
+    q = whole_tiles(q.reshape(-1, head_dim), heads)
     last_start = len(q) - heads
     int32 = jnp.int32
 
@@ -137,8 +154,8 @@ def decode_gpu(
         split, s, h = lax.axis_index("split"), lax.axis_index("s"), lax.axis_index("h")
         role = lax.axis_index("role")
         ring, span = Ring(*ring), span_of(lens_ref, s, h, split)
-        first_head = s * num_q_heads + h * group
-        q_start = jnp.minimum(first_head, last_start)
+        first_row = (s * num_kv_heads + h) * stride
+        q_start = jnp.minimum(first_row, last_start)
 
         @pl.when(role == 0)
         def compute():
@@ -222,7 +239,7 @@ def decode_gpu(
             plgpu.commit_smem()
             for part in range(parts):
                 for g in range(group):
-                    source = out_smem.at[part, first_head - q_start + g, pl.ds(0, head_dim)]
+                    source = out_smem.at[part, first_row - q_start + g, pl.ds(0, head_dim)]
                     plgpu.copy_smem_to_gmem(source, out_ref.at[split, part, s, h * group + g])
             plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, s, h])
             plgpu.wait_smem_to_gmem(0)
@@ -254,7 +271,7 @@ def decode_gpu(
         compiler_params=PARAMS,
         interpret=interpret,
     )(q, *reader.operands, tables, lens)  # fmt: skip
-    first = group * np.arange(num_seqs * num_kv_heads)
+    first = stride * np.arange(num_seqs * num_kv_heads)
     column = (first - np.minimum(first, last_start))[:, None] + np.arange(group)
     lse = jnp.take_along_axis(lse.reshape(splits, -1, heads), jnp.asarray(column)[None], axis=2)
     return out, lse.reshape(splits, num_seqs, num_q_heads)

@@ -22,6 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layout import page_row, page_rows
 
 TILE = 64  # tokens of a stage
+# What is copied into tiled shared memory is cut into tiles of so many rows. A copy that begins
+# inside a tile brings zeros, and not the next tile's rows, in the place of those that lie there.
+TILE_ROWS = 8
 LOG2E = math.log2(math.e)
 # Layouts are named where they matter; inferring them takes minutes for kernels of this size.
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -44,7 +47,13 @@ def tiled(shape, dtype, swizzle):
     tiling: Any = plgpu.TilingTransform  # abstract by its types alone
     swizzling: Any = plgpu.SwizzleTransform
     columns = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzling(swizzle)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((TILE_ROWS, columns)), swizzling(swizzle)))
+
+
+def whole_tiles(x: jax.Array, least: int) -> jax.Array:
+    """Padded with rows of zeros to a multiple of `TILE_ROWS`, and at least so many."""
+    rows = max(least, -(-len(x) // TILE_ROWS) * TILE_ROWS)
+    return jnp.pad(x, ((0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)))
 
 
 def rows_to_copy(count: int, columns: int, dtype) -> tuple[int, int]:

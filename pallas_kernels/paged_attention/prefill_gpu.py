@@ -25,6 +25,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     LOG2E,
     PARAMS,
     TILE,
+    TILE_ROWS,
     PageReader,
     Pages,
     Ring,
@@ -35,6 +36,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     store,
     swizzle_of,
     tiled,
+    whole_tiles,
 )
 
 ROWS = 64  # queries of one compute warpgroup
@@ -44,16 +46,24 @@ RING_BYTES = 96 * 1024
 def query_tiles(query_start, num_tokens, num_seqs, tile_rows):
     """Tiles of queries: (sequence, first query, end of its queries) i32[G] each.
 
-    Behind the sequences comes the padding, as one of number `num_seqs`: its output is zeros. Tiles
-    that are not needed have first = end.
+    A tile takes `tile_rows` rows from a multiple of TILE_ROWS on: the first of a sequence begins
+    with rows of the one before, which are not its own. Behind the sequences comes the padding, as
+    one of number `num_seqs`: its output is zeros. Tiles that are not needed have first = end.
+
+    Example:
+      >>> starts = jnp.array([0, 100, 130], jnp.int32)  # the second begins 4 rows into its tile
+      >>> [x.tolist() for x in query_tiles(starts, 130, 2, 128)]
+      [[0, 1, 2, 2, 2], [0, 100, 130, 130, 130], [100, 130, 130, 130, 130]]
     """
     starts = jnp.concatenate([query_start, jnp.full(1, num_tokens, jnp.int32)])
-    counts = starts[1:] - starts[:-1]
+    rows = starts[:-1] // TILE_ROWS * TILE_ROWS  # where the first tiles begin
+    counts = jnp.where(starts[1:] > starts[:-1], starts[1:] - rows, 0)
     tiles_before = jnp.cumsum(-(-counts // tile_rows))
-    i = jnp.arange(-(-num_tokens // tile_rows) + num_seqs + 1, dtype=jnp.int32)
+    most = -(-(num_tokens + (TILE_ROWS - 1) * (num_seqs + 1)) // tile_rows) + num_seqs + 1
+    i = jnp.arange(most, dtype=jnp.int32)
     s = jnp.minimum(jnp.searchsorted(tiles_before, i, side="right"), num_seqs).astype(jnp.int32)
-    first = starts[s] + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile_rows
-    return s, jnp.minimum(first, starts[s + 1]), starts[s + 1]
+    first = rows[s] + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile_rows
+    return s, jnp.clip(first, starts[s], starts[s + 1]), starts[s + 1]
 
 
 def prefill_gpu(
@@ -74,8 +84,7 @@ def prefill_gpu(
     row_groups, part = warpgroups // halves, head_dim // halves
     tile_rows = row_groups * ROWS
     _, out_row = rows_to_copy(ROWS, part, q.dtype)
-    if num_tokens < ROWS:
-        q = jnp.pad(q, ((0, ROWS - num_tokens), (0, 0), (0, 0)))
+    q = whole_tiles(q, ROWS)
     last_start = len(q) - tile_rows
     stage_bytes = 2 * TILE * head_dim * q.dtype.itemsize
     reader = PageReader.of(kv_pages, None, layer, max(2, min(4, RING_BYTES // stage_bytes)))
@@ -93,10 +102,11 @@ def prefill_gpu(
         role = lax.axis_index("role")
         s, first_query, end_query = seq_ref[tile], first_ref[tile], end_ref[tile]
         length = lens_ref[s]
-        start = jnp.minimum(first_query, last_start)  # the last tile begins a little earlier
+        tile_start = lax.div(first_query, int32(TILE_ROWS)) * TILE_ROWS
+        start = jnp.minimum(tile_start, last_start)  # the last tile begins a little earlier
         # Position of query t: length - (end_query - t).
         shift = length - end_query
-        end_query = jnp.minimum(end_query, first_query + tile_rows)
+        end_query = jnp.minimum(end_query, tile_start + tile_rows)
         end = jnp.minimum(jnp.maximum(end_query + shift, 0), length)
         first = int32(0)
         if window is not None:
@@ -223,6 +233,6 @@ def prefill_gpu(
     # Row of each token: its tile in the order of the tiles, its place in the tile.
     t = jnp.arange(num_tokens, dtype=int32)
     tile = jnp.searchsorted(tile_first, t, side="right") - 1
-    row = t - jnp.minimum(tile_first[tile], last_start)
+    row = t - jnp.minimum(tile_first[tile] // TILE_ROWS * TILE_ROWS, last_start)
     lse = lse.reshape(num_q_heads, num_tiles, tile_rows)[:, tile, row]
     return out[:num_tokens], lse.T
