@@ -22,6 +22,7 @@ from pallas_kernels import target
 
 for folder in ("data", "jaxkv", "pallas_kernels"):  # helpers that several test files share
     sys.path.insert(0, str(Path(__file__).parent / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # scripts that are tested
 
 collect_ignore_glob = ["data/make_*.py"]  # run in environments of their own
 
