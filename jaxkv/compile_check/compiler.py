@@ -160,9 +160,11 @@ def _compiled(target: Target, program: Program, row: Row, log: TextIO) -> Row:
         if program.call is not None:
             claimed, reason = supports("mosaic_gpu", **program.call)
             fallback = None if claimed else reason
-        mesh = Mesh(np.array(target.devices(program.num_devices)), ("heads",))
-        function, args = program.build(mesh)
-        compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
+        devices = target.devices(program.num_devices)
+        function, args = program.build(Mesh(np.array(devices), ("heads",)))
+        # Kernels are lowered for the default device's generation, whatever the mesh.
+        with jax.default_device(devices[0]):
+            compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
     seconds = time.perf_counter() - began
     ctypes.CDLL(None).fflush(None)  # what C++ printed is still in its buffers
     log.seek(0)
