@@ -22,7 +22,7 @@ class Pipeline:
     Attributes:
       kernel: its name.
       stages: of the ring of tiles.
-      tile_bytes: of one stage, K and V together.
+      tile_bytes: of one stage, K and V together where both are in flight.
     """
 
     kernel: str

@@ -8,9 +8,13 @@ a sliding window, a soft cap of the logits, attention sinks, int8 pages, the log
 
 Data movement: the page ids come from the block table, and each page is read where it lies, a few
 pages at a time; pages behind a window are not read. This module checks the call and hands it to an
-implementation: `mosaic_gpu` are the kernels (`decode_gpu`, `prefill_gpu`, and `pages_gpu`, which
-brings the pages to both), `xla` runs everywhere, `reference` gathers everything and is for tests;
-`support` says which can run. `operands` says how a page's bytes become numbers.
+implementation: `mosaic_gpu` are the kernels, `xla` runs everywhere, `reference` gathers everything
+and is for tests; `support` says which can run. `operands` says how a page's bytes become numbers.
+
+Of the kernels, `decode_gpu` and `prefill_gpu` are for Hopper and Blackwell, `decode_ampere` and
+`prefill_ampere` for Ampere. `pages_gpu` and `pages_ampere` bring the pages, `products_gpu`
+multiplies what lies in shared memory, and `decode_steps_gpu` and `prefill_steps_gpu` hold the
+softmax, which all generations share.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from pallas_kernels.paged_attention.support import (
     IMPLEMENTATIONS,
     PagedAttentionFallbackWarning,
     choose,
+    device_of_kernels,
     supports,
 )
 from pallas_kernels.paged_attention.xla import decode_xla, prefill_xla
@@ -177,7 +182,12 @@ def paged_attention(
         # Where it is used: Pallas's GPU support is half a second that others need not wait for.
         from pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
 
-        options |= dict(layer=jnp.int32(layer), max_query_len=max_query_len)
+        _, compute_capability = device_of_kernels(interpret=bool(interpret))
+        options |= dict(
+            layer=jnp.int32(layer),
+            max_query_len=max_query_len,
+            compute_capability=compute_capability,
+        )
         out, lse = attend_gpu(*args, **options, interpret=interpret or False)
         return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
     if max_query_len == 1:

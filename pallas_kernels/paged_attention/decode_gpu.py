@@ -1,4 +1,4 @@
-"""Decode attention on Hopper: one query of each sequence over keys and values that lie in pages.
+"""Decode attention on Hopper and Blackwell: one query of each sequence, K and V in pages.
 
 The tokens of a tile are the M side of both products and the query heads of one KV head the N side,
 so that a group of 1 to 16 heads costs 8 or 16 columns and not 64 rows:
@@ -16,7 +16,6 @@ comes in, without a padded copy (unless `row_stride` pads); splits leave partial
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +25,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import target
-from pallas_kernels.paged_attention.operands import MASKED
+from pallas_kernels.paged_attention.decode_steps_gpu import (
+    finish,
+    per_column,
+    per_row,
+    seen_tokens,
+    split_span,
+    start,
+    weigh,
+)
 from pallas_kernels.paged_attention.pages_gpu import (
-    LOG2E,
     PARAMS,
     TILE,
     TILE_ROWS,
     PageReader,
     Pages,
     Ring,
-    Span,
-    accumulator,
-    binary_logits,
     rows_to_copy,
     store,
     swizzle_of,
@@ -47,8 +50,6 @@ from pallas_kernels.paged_attention.pages_gpu import (
 
 RING_BYTES = 96 * 1024  # of K and V stages: two thread blocks of it fit an SM
 MAX_STAGES = 8
-SLOTS = 2 * 132  # thread blocks that an H100 or H200 holds at once, two on each SM
-WAVES = 4  # thread blocks for each slot that splitting aims at, against uneven lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DecodeShape:
 
     Attributes:
       heads: columns of the products: the query heads of a KV head, rounded up to 8.
-      pieces: (first element of head_dim, elements) that one wgmma of the output makes, 64 or a
+      pieces: (first element of head_dim, elements) that one product of the output makes, 64 or a
         multiple; two overlap where head_dim is none.
       swizzle: bytes of the shared-memory swizzle of K and V.
       stages: depth of the ring.
@@ -84,17 +85,6 @@ class DecodeShape:
         )
 
 
-def num_splits(num_sequences: int, num_kv_heads: int, max_tokens: int) -> int:
-    """Thread blocks among which a sequence's context is divided, so that all SMs are busy.
-
-    Example:
-      >>> num_splits(64, 8, 4096), num_splits(1, 8, 131072), num_splits(1, 8, 100)
-      (3, 132, 2)
-    """
-    wanted = -(-WAVES * SLOTS // (num_sequences * num_kv_heads))
-    return max(1, min(wanted, -(-max_tokens // TILE)))
-
-
 def row_stride(group: int) -> int:
     """From one group's rows in the kernel's queries to the next, so that each group that begins
     inside a tile of rows ends inside it.
@@ -109,7 +99,7 @@ def row_stride(group: int) -> int:
 
 def decode_gpu(
     q, kv_pages, tables, lens,
-    *, layer, scale, window, soft_cap, kv_scales, splits, interpret,
+    *, layer, scale, window, soft_cap, kv_scales, splits, product, interpret,
 ):  # fmt: skip
     """Partial attentions of the splits: out [splits, parts, S, Hq, D], lse f32[splits, S, Hq].
 
@@ -136,30 +126,19 @@ def decode_gpu(
         q = jnp.pad(q, ((0, 0), (0, stride - group), (0, 0)))
     q = whole_tiles(q.reshape(-1, head_dim), heads)
     last_start = len(q) - heads
-    int32 = jnp.int32
-
-    def span_of(lens_ref, s, h, split) -> Span:
-        """The split's share of the tiles that the sequence's query sees."""
-        end = lens_ref[s]
-        first = int32(0) if window is None else jnp.maximum(end - window, 0)
-        first_tile, end_tile = lax.div(first, int32(TILE)), lax.div(end + (TILE - 1), int32(TILE))
-        share = lax.div(end_tile - first_tile + (splits - 1), int32(splits))
-        from_tile = jnp.minimum(first_tile + split * share, end_tile)
-        to_tile = jnp.minimum(from_tile + share, end_tile)
-        return Span(s, h, first, end, end, from_tile, to_tile)
 
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, out_ref, lse_ref,
                q_smem, p_smem, k_operand, v_operand, out_smem, lse_smem, q_ready,
                *ring):  # fmt: skip
         split, s, h = lax.axis_index("split"), lax.axis_index("s"), lax.axis_index("h")
         role = lax.axis_index("role")
-        ring, span = Ring(*ring), span_of(lens_ref, s, h, split)
+        ring, span = Ring(*ring), split_span(lens_ref[s], s, h, split, splits, window)
         first_row = (s * num_kv_heads + h) * stride
         q_start = jnp.minimum(first_row, last_start)
 
         @pl.when(role == 0)
         def compute():
-            wgmma, per_head = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
+            wgmma = plgpu.Layout.WGMMA
             plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(q_start, heads)], q_smem, q_ready)
             plgpu.barrier_wait(q_ready)
 
@@ -174,68 +153,47 @@ def decode_gpu(
                 plgpu.commit_smem()
                 return converted
 
-            def of_tokens(scales, slot):
+            def of_tokens(scales, slot, like):
                 """A stage's scales as a factor of [TILE, heads]."""
                 factor = plgpu.load(scales.at[slot], layout=wgmma.reduce(1), optimized=False)
-                return lax.broadcast_in_dim(factor.astype(jnp.float32), (TILE, heads), [0])
+                return per_row(factor, like)
 
             def tile(i, carry):
                 acc, m, total = carry
                 slot = reader.slot(i, span)
-                token = i * TILE + plgpu.broadcasted_iota(int32, (TILE, heads), 0, layout=wgmma)
+                seen = seen_tokens(i, span, heads)
                 plgpu.barrier_wait(ring.k_ready.at[slot])
                 k = operand(ring.k, slot, k_operand)
-
-                def scores(acc_ref):
-                    plgpu.wgmma(acc_ref, k, q_smem.transpose((1, 0)))
-                    return acc_ref[...]
-
-                sc = pl.run_scoped(scores, accumulator((TILE, heads)))
+                products = product(k, q_smem.transpose((1, 0)))
                 if quantised:
-                    sc *= of_tokens(ring.k_scales, slot)
+                    products *= of_tokens(ring.k_scales, slot, products)
                 plgpu.barrier_arrive(ring.k_free.at[slot])
-                sc = binary_logits(sc, scale, soft_cap)
-                seen = (token >= span.first) & (token < span.end)
-                sc = jnp.where(seen, sc, MASKED)
-                m_new = jnp.maximum(m, sc.max(axis=0))
-                alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(sc - lax.broadcast_in_dim(m_new, sc.shape, [1]))
-                total = total * alpha + p.sum(axis=0)
+                p, alpha, m, total = weigh(products, seen, m, total, scale, soft_cap)
                 plgpu.barrier_wait(ring.v_ready.at[slot])
                 if quantised:
-                    p = jnp.where(seen, p * of_tokens(ring.v_scales, slot), 0.0)
+                    p = jnp.where(seen, p * of_tokens(ring.v_scales, slot, p), 0.0)
                 p_smem.transpose((1, 0))[...] = p.astype(q.dtype)
                 plgpu.commit_smem()
                 v = operand(ring.v, slot, v_operand)
-
-                def values(acc_ref, piece):
-                    v_t = v.at[:, pl.ds(*piece)].transpose((1, 0))
-                    plgpu.wgmma(acc_ref, v_t, p_smem.transpose((1, 0)))
-                    return acc_ref[...]
-
                 acc = tuple(
-                    a * lax.broadcast_in_dim(alpha, a.shape, [1])
-                    + pl.run_scoped(functools.partial(values, piece=piece), accumulator(a.shape))
+                    product(
+                        v.at[:, pl.ds(*piece)].transpose((1, 0)),
+                        p_smem.transpose((1, 0)),
+                        a * per_column(alpha, a),
+                    )
                     for a, piece in zip(acc, shape.pieces, strict=True)
                 )
                 plgpu.barrier_arrive(ring.v_free.at[slot])
-                return acc, m_new, total
+                return acc, m, total
 
-            m = plgpu.layout_cast(jnp.full((heads,), MASKED, jnp.float32), per_head)
-            total = plgpu.layout_cast(jnp.full((heads,), 0, jnp.float32), per_head)
-            acc = tuple(
-                plgpu.layout_cast(jnp.full((size, heads), 0, jnp.float32), wgmma)
-                for _, size in shape.pieces
-            )
-            acc, m, total = lax.fori_loop(span.from_tile, span.to_tile, tile, (acc, m, total))
-            some = jnp.where(total > 0, total, 1.0)
-            for a, piece in zip(acc, shape.pieces, strict=True):
-                out = a / lax.broadcast_in_dim(some, a.shape, [1])
+            carry = start(heads, shape.pieces)
+            outputs, lse = finish(*lax.fori_loop(span.from_tile, span.to_tile, tile, carry))
+            for out, piece in zip(outputs, shape.pieces, strict=True):
                 for part in range(parts):
                     rounded = out.astype(q.dtype)
                     out -= rounded.astype(jnp.float32)
                     store(out_smem.at[part, :, pl.ds(*piece)].transpose((1, 0)), rounded)
-            lse_smem[...] = jnp.where(total > 0, (m + jnp.log2(some)) / LOG2E, -jnp.inf)
+            lse_smem[...] = lse
             plgpu.commit_smem()
             for part in range(parts):
                 for g in range(group):

@@ -43,7 +43,7 @@ def swizzle_of(row_bytes: int) -> int:
 
 
 def tiled(shape, dtype, swizzle):
-    """Shared memory in the form that TMA writes and wgmma reads."""
+    """Shared memory in the form that TMA writes and products read."""
     tiling: Any = plgpu.TilingTransform  # abstract by its types alone
     swizzling: Any = plgpu.SwizzleTransform
     columns = swizzle // jnp.dtype(dtype).itemsize
@@ -61,11 +61,6 @@ def rows_to_copy(count: int, columns: int, dtype) -> tuple[int, int]:
     at a multiple of 128 bytes."""
     width = 128 // jnp.dtype(dtype).itemsize
     return count, -(-columns // width) * width
-
-
-def accumulator(shape):
-    """Registers for the sums of a wgmma, float32."""
-    return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def store(ref, value) -> None:
@@ -204,17 +199,17 @@ class PageReader:
         for i in range(self.stages):
             at = span.from_tile + i
             pl.when(at < span.to_tile)(
-                lambda at=at: self._fetch(at, self._sources(at, pages, span), pages, ring, span)
+                lambda at=at: self._fetch(at, self.sources(at, pages, span), pages, ring, span)
             )
         if not self.quantised:  # codes are no NaN, and scales are masked
             some = span.from_tile < span.to_tile
-            pl.when(some & self._is_edge(span.from_tile, span))(
+            pl.when(some & self.is_edge(span.from_tile, span))(
                 lambda: self._clear(span.from_tile, ring, span)
             )
 
         def refill(i, _):
             at, slot = i + self.stages, self.slot(i, span)
-            sources = self._sources(at, pages, span)  # the wait hides the table's latency
+            sources = self.sources(at, pages, span)  # the wait hides the table's latency
             plgpu.barrier_wait(ring.k_free.at[slot])
             plgpu.barrier_wait(ring.v_free.at[slot])
             self._fetch(at, sources, pages, ring, span)
@@ -223,11 +218,11 @@ class PageReader:
         lax.fori_loop(span.from_tile, refills, refill, None)
         last = span.to_tile - 1
         if not self.quantised:
-            pl.when((last > span.from_tile) & self._is_edge(last, span))(
+            pl.when((last > span.from_tile) & self.is_edge(last, span))(
                 lambda: self._clear(last, ring, span)
             )
 
-    def _sources(self, tile, pages: Pages, span: Span):
+    def sources(self, tile, pages: Pages, span: Span):
         """(block, first token in it) of a stage's copies; a block that is needed anyway in the
         place of one that is not."""
         size = jnp.int32(self.block_size)
@@ -239,18 +234,24 @@ class PageReader:
             found.append((block, lax.rem(at, size)))
         return found
 
+    def page(self, source, k_or_v: int, pages: Pages, span: Span):
+        """References to one copy's tokens [page_tokens, head_dim], and to their scales."""
+        block, offset = source
+        row = page_row(self.pool_shape, block, pages.layer[0], k_or_v, span.head)
+        tokens, scales = pages.rows.at[row], pages.scales.at[row]
+        if self.block_size > TILE:
+            part = pl.ds(offset, TILE)
+            tokens, scales = tokens.at[part], scales.at[part]
+        return tokens, scales
+
     def _fetch(self, tile, sources, pages: Pages, ring: Ring, span: Span) -> None:
         slot = self.slot(tile, span)
 
         def copy(k_or_v, smem, smem_scales, ready):
-            for c, (block, offset) in enumerate(sources):
-                row = page_row(self.pool_shape, block, pages.layer[0], k_or_v, span.head)
-                page, scales = pages.rows.at[row], pages.scales.at[row]
-                if self.block_size > TILE:
-                    part = pl.ds(offset, TILE)
-                    page, scales = page.at[part], scales.at[part]
+            for c, source in enumerate(sources):
+                tokens, scales = self.page(source, k_or_v, pages, span)
                 to = pl.ds(c * self.page_tokens, self.page_tokens)
-                plgpu.copy_gmem_to_smem(page, smem.at[slot, to], ready)
+                plgpu.copy_gmem_to_smem(tokens, smem.at[slot, to], ready)
                 if self.quantised:
                     plgpu.copy_gmem_to_smem(scales, smem_scales.at[slot, to], ready)
 
@@ -258,12 +259,12 @@ class PageReader:
         if self.quantised:
             copy(1, ring.v, ring.v_scales, ring.v_ready.at[slot])
         else:
-            edge = self._is_edge(tile, span)
+            edge = self.is_edge(tile, span)
             cleared = ring.edge_ready.at[self._edge(tile, span)]
             pl.when(edge)(lambda: copy(1, ring.v, None, cleared))
             pl.when(~edge)(lambda: copy(1, ring.v, None, ring.v_ready.at[slot]))
 
-    def _is_edge(self, tile, span: Span):
+    def is_edge(self, tile, span: Span):
         """Whether slots of the tile may hold no token: only of the first and the last."""
         return (tile * TILE < span.first) | ((tile + 1) * TILE > span.length)
 
@@ -271,19 +272,24 @@ class PageReader:
         return jnp.where(tile == span.from_tile, jnp.int32(0), jnp.int32(1))
 
     def _clear(self, tile, ring: Ring, span: Span) -> None:
-        """Zeros in V where no token is: a weight of 0 does not undo a NaN. This warpgroup does it,
-        since the registers of those that compute are full."""
+        """`clear` once the tile's V is there. This warpgroup does it, since the registers of those
+        that compute are full."""
         slot = self.slot(tile, span)
         plgpu.barrier_wait(ring.edge_ready.at[self._edge(tile, span)])
+        self.clear(tile, ring.v.at[slot], span)
+        plgpu.commit_smem()
+        for _ in range(self.copies):
+            plgpu.barrier_arrive(ring.v_ready.at[slot])
+
+    def clear(self, tile, smem, span: Span) -> None:
+        """Zeros in a tile of V [TILE, head_dim] where no token is: a weight of 0 does not undo a
+        NaN."""
         itemsize = self.rows.dtype.itemsize
         columns = swizzle_of(self.pool_shape[5] * itemsize) // itemsize
         for c in range(0, self.pool_shape[5], columns):
-            part = ring.v.at[slot, :, pl.ds(c, columns)]
+            part = smem.at[:, pl.ds(c, columns)]
             held = plgpu.load(part, layout=plgpu.Layout.WGMMA)
             iota = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
             token = tile * TILE + iota
             some = (token >= span.first) & (token < span.length)
             part[...] = jnp.where(some, held, jnp.zeros_like(held))
-        plgpu.commit_smem()
-        for _ in range(self.copies):
-            plgpu.barrier_arrive(ring.v_ready.at[slot])

@@ -1,7 +1,15 @@
 """Which implementations of paged attention run where: one table, read by `supports`.
 
 Nothing is computed and nothing moves here. A kernel that learns a shape changes a line of the
-table; the choice itself is `choose`.
+table; the choice itself is `choose`. What is open, and why, as of JAX 0.12.0.1:
+
+    int8 pages in prefill     no kernel converts them yet, on any generation.
+    Ampere, head_dim 80, 96   four warps do not divide a small page of such rows (`copy_swizzle`).
+    Ampere, prefill of 256    does not fit 255 registers: 244 bytes spill.
+    Ampere, `cp.async`        Pallas's interpreter refuses copies without a barrier, so nothing
+                              would show that one is awaited; pages come through registers.
+    Blackwell, `tcgen05`      not used: prefill would multiply faster than by `mma.sync`.
+    12.x (GeForce)            too little shared memory for the ring; no target to compile for.
 """
 
 from __future__ import annotations
@@ -40,7 +48,12 @@ class Call(NamedTuple):
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+_AMPERE_HEAD_DIMS = (64, 128, 256)
 _INT8_HEAD_DIMS, _INT8_BLOCK_SIZES = (64, 128, 256), (64, 128)
+
+
+def _generation(call: Call) -> int | None:
+    return None if call.compute_capability is None else call.compute_capability[0]
 
 
 def _float_pages(call: Call) -> bool:
@@ -59,12 +72,21 @@ _REQUIREMENTS: dict[str, tuple[tuple[Callable[[Call], bool], str], ...]] = {
             "it needs an NVIDIA GPU and the platform is {platform!r}",
         ),
         (
-            lambda call: call.compute_capability is not None and call.compute_capability[0] == 9,
-            "it needs compute capability 9.x (Hopper), the device has {compute_capability}",
+            lambda call: _generation(call) in (8, 9, 10),
+            "it needs compute capability 8.x (Ampere), 9.x (Hopper) or 10.x (Blackwell), the "
+            "device has {compute_capability}",
         ),
         (
             lambda call: call.head_dim in (None, *HEAD_DIMS),
             f"head_dim {{head_dim}} is none of {HEAD_DIMS}",
+        ),
+        (
+            lambda call: _generation(call) != 8 or call.head_dim in (None, *_AMPERE_HEAD_DIMS),
+            f"on Ampere, head_dim {{head_dim}} is none of {_AMPERE_HEAD_DIMS}",
+        ),
+        (
+            lambda call: _generation(call) != 8 or call.form != "prefill" or call.head_dim != 256,
+            "on Ampere, the registers do not hold a prefill of head_dim {head_dim}",
         ),
         (
             lambda call: call.block_size in (None, *BLOCK_SIZES),
@@ -137,8 +159,8 @@ def supports(
       >>> from pallas_kernels.paged_attention import supports
       >>> supports("xla", head_dim=128)
       (True, '')
-      >>> supports("mosaic_gpu", platform="gpu", compute_capability=(8, 0))[1]
-      "it needs compute capability 9.x (Hopper), the device has (8, 0); use 'xla'"
+      >>> supports("mosaic_gpu", platform="gpu", compute_capability=(8, 0), head_dim=80)[1]
+      "on Ampere, head_dim 80 is none of (64, 128, 256); use 'xla'"
     """
     if implementation not in _REQUIREMENTS:
         return False, f"unknown implementation {implementation!r}; one of {IMPLEMENTATIONS}"
@@ -157,19 +179,30 @@ def supports(
     return True, ""
 
 
+def device_of_kernels(*, interpret: bool) -> tuple[str, tuple[int, int] | None]:
+    """Platform and compute capability that kernels are chosen for: those of the device.
+
+    Kernels that are interpreted where there is no NVIDIA GPU are those of Hopper.
+    """
+    platform, compute_capability = target.current()
+    if interpret and compute_capability is None:
+        return "gpu", (9, 0)
+    return platform, compute_capability
+
+
 def choose(implementation: str | None, *, interpret: bool, **call: Any) -> str:
     """The named implementation if it runs, or the first that does.
 
     Args:
       implementation: one of `IMPLEMENTATIONS` or None.
-      interpret: GPU kernels run interpreted, as if on a Hopper GPU.
+      interpret: GPU kernels run interpreted.
       **call: of `supports`.
 
     Raises:
       NotImplementedError: the named implementation cannot run, with the reason.
     """
-    if interpret:
-        call |= dict(platform="gpu", compute_capability=(9, 0))
+    platform, compute_capability = device_of_kernels(interpret=interpret)
+    call |= dict(platform=platform, compute_capability=compute_capability)
     if implementation is not None:
         runs, reason = supports(implementation, **call)
         if not runs:

@@ -11,8 +11,9 @@ import pytest
 from cases import make, oracle_with_lse, run
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import decode_gpu, mosaic_gpu
-from pallas_kernels.paged_attention.decode_gpu import num_splits
+from pallas_kernels import target
+from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention.decode_steps_gpu import SLOTS, num_splits
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
@@ -120,12 +121,81 @@ def test_prefill_of_a_few_queries_behind_a_prefix():
     check(paged([130, 67], [3, 1], dim=64))
 
 
+@pytest.fixture
+def ampere(monkeypatch):
+    """Kernels are those of an A100: without wgmma, TMA or a fence for it."""
+    for name in ("wgmma", "copy_gmem_to_smem", "copy_smem_to_gmem", "commit_smem"):
+        monkeypatch.delattr(plgpu, name)
+    with target.compile_for("gpu", (8, 0)):
+        yield
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    """Kernels are those of a B200, without wgmma."""
+    monkeypatch.delattr(plgpu, "wgmma")
+    with target.compile_for("gpu", (10, 0)):
+        yield
+
+
+@pytest.mark.parametrize("kind", [
+    dict(dim=128, block=16, heads=14, kv_heads=2),
+    *slow(
+        dict(dim=64, block=8, dtype=jnp.float16),
+        dict(dim=64, block=128, heads=16),
+        dict(dim=256, block=64),
+        dict(dim=256, block=8, heads=9, kv_heads=3),
+    ),
+])  # fmt: skip
+def test_ampere_decode(kind, ampere):
+    check(paged([150, 1, 0], **kind))
+
+
+def test_ampere_decode_options(ampere, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 3)
+    case = paged([300, 20], dim=64, block=128, window=70)
+    check(case, window=70, soft_cap=2.0, sinks=SINKS)
+
+
+@pytest.mark.parametrize("block", [64, *slow(128)])
+def test_ampere_decode_int8(block, ampere):
+    case = paged([150, 40], dim=64, block=block, scale_dtype=jnp.bfloat16, window=70)
+    check(case, window=70)
+
+
+@pytest.mark.parametrize("block", [16, *slow(8, 32, 128)])
+def test_ampere_prefill(block, ampere):
+    """A whole tile, the ragged end of it, neighbours, a prefix, padding."""
+    case = paged([100, 20, 9, 70], [80, 20, 0, 2], block=block, heads=2, dim=64, padding_tokens=7)
+    check(case)
+
+
+def test_ampere_prefill_options(ampere):
+    options = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
+    check(paged([200, 30], [140, 30], dim=128, heads=1, window=50), **options)
+
+
+@pytest.mark.parametrize("kind", [
+    dict(dim=128, heads=7, scale_dtype=jnp.bfloat16, block=64),
+    dict(dim=80, heads=16, block=8),
+    *slow(dict(dim=64, dtype=jnp.float16), dict(dim=96, block=128), dict(dim=256, block=64)),
+])  # fmt: skip
+def test_blackwell_decode(kind, blackwell, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 2)
+    check(paged([200, 9], **kind))
+
+
+@pytest.mark.parametrize("dim", [80, *slow(64, 96, 128, 256)])
+def test_blackwell_prefill(dim, blackwell):
+    check(paged([90, 20], [70, 9], dim=dim, heads=1, window=50), window=50)
+
+
 def test_an_interpreted_call_is_checked_like_any_other():
     with pytest.raises(NotImplementedError, match="block size 4 is none of"):
         run(paged([9], block=4), "mosaic_gpu", interpret=RACES)
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    assert num_splits(1, 8, 131072) * 8 >= decode_gpu.SLOTS
+    assert num_splits(1, 8, 131072) * 8 >= SLOTS
     assert num_splits(1, 1, 40) == 1  # one tile
     assert num_splits(100_000, 8, 131072) == 1

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.decode_gpu import row_stride
 from pallas_kernels.paged_attention.pages_gpu import TILE_ROWS
-from pallas_kernels.paged_attention.prefill_gpu import query_tiles
+from pallas_kernels.paged_attention.prefill_steps_gpu import query_tiles, tile_start
 from pallas_kernels.target import compile_for
 
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
@@ -46,16 +46,18 @@ def test_no_group_of_heads_reaches_into_a_tile_that_its_copy_does_not_bring(grou
     assert ((start % TILE_ROWS == 0) | (start % TILE_ROWS + group <= TILE_ROWS)).all()
 
 
-@pytest.mark.parametrize("tile_rows", [64, 128])
-def test_query_tiles_begin_at_tiles_and_hold_each_query_once(rng, tile_rows):
+@pytest.mark.parametrize(("tile_rows", "align"), [(64, TILE_ROWS), (128, TILE_ROWS), (64, 1)])
+def test_query_tiles_begin_where_they_may_and_hold_each_query_once(rng, tile_rows, align):
     num_seqs, num_tokens = 5, 1300
+    last_start = -(-num_tokens // TILE_ROWS) * TILE_ROWS - tile_rows
     for most in (5, 80, 260) * 5:
         counts = rng.integers(0, most + 1, num_seqs) * rng.integers(0, 2, num_seqs)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        tiles = query_tiles(jnp.asarray(starts), num_tokens, num_seqs, tile_rows)
+        tiles = query_tiles(jnp.asarray(starts), num_tokens, num_seqs, tile_rows, align)
         owners = np.full(num_tokens, -1)
         for s, first, end in zip(*map(np.asarray, tiles), strict=True):
-            begin = first // TILE_ROWS * TILE_ROWS  # where the kernel's copy does
+            begin = int(tile_start(first, last_start, align))
+            assert begin % align == 0
             own = slice(first, min(end, begin + tile_rows))
             assert (owners[own] == -1).all()
             owners[own] = s

@@ -9,13 +9,17 @@ from cases import make, run
 from pallas_kernels import target
 from pallas_kernels.paged_attention import PagedAttentionFallbackWarning, support, supports
 
-HOPPER = dict(platform="gpu", compute_capability=(9, 0))
+AMPERE, HOPPER, BLACKWELL = (
+    dict(platform="gpu", compute_capability=(major, 0)) for major in (8, 9, 10)
+)
 
 
 @pytest.mark.parametrize(("call", "reason"), [
     (dict(platform="cpu"), "needs an NVIDIA GPU and the platform is 'cpu'"),
-    (dict(platform="gpu", compute_capability=(8, 9)), "9.x (Hopper), the device has (8, 9)"),
-    (dict(platform="cuda", compute_capability=(10, 0)), "the device has (10, 0)"),
+    (dict(platform="gpu", compute_capability=(7, 5)), "10.x (Blackwell), the device has (7, 5)"),
+    (dict(platform="cuda", compute_capability=(12, 0)), "the device has (12, 0)"),
+    (AMPERE | dict(head_dim=80), "on Ampere, head_dim 80 is none of (64, 128, 256)"),
+    (AMPERE | dict(head_dim=256, form="prefill"), "on Ampere, the registers do not hold"),
     (HOPPER | dict(head_dim=72), "head_dim 72 is none of (64, 80, 96, 128, 256)"),
     (HOPPER | dict(block_size=24), "block size 24 is none of (8, 16, 32, 64, 128)"),
     (HOPPER | dict(group=17), "17 query heads share a KV head"),
@@ -34,14 +38,24 @@ def test_the_gpu_kernel_says_why_not(call, reason):
         assert supports(name, **call) == (True, "")
 
 
-def test_the_gpu_kernel_runs_on_hopper():
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL])
+def test_the_gpu_kernel_runs_on_hopper_and_blackwell(gpu):
     float_pages = dict(dtype=jnp.bfloat16, query_dtype=jnp.bfloat16)
     for head_dim, block_size in itertools.product(support.HEAD_DIMS, support.BLOCK_SIZES):
-        call = dict(head_dim=head_dim, block_size=block_size, group=16, **HOPPER, **float_pages)
+        call = dict(head_dim=head_dim, block_size=block_size, group=16, **gpu, **float_pages)
         assert supports("mosaic_gpu", **call) == (True, "")
     int8_pages = dict(dtype=jnp.int8, query_dtype=jnp.bfloat16, form="decode")
-    call = dict(head_dim=128, block_size=64, **HOPPER, **int8_pages)
+    call = dict(head_dim=128, block_size=64, **gpu, **int8_pages)
     assert supports("mosaic_gpu", **call) == (True, "")
+
+
+def test_the_gpu_kernel_runs_on_ampere():
+    for kind in (
+        dict(head_dim=256, form="decode"),
+        dict(head_dim=128, form="prefill"),
+        dict(head_dim=128, form="decode", dtype=jnp.int8, block_size=64),
+    ):
+        assert supports("mosaic_gpu", group=16, **(AMPERE | kind)) == (True, "")
 
 
 def test_an_unknown_name():
@@ -57,9 +71,9 @@ def device():
 
 
 def test_another_gpu_falls_back_and_says_so_once(device):
-    with device("gpu", (8, 0)):
+    with device("gpu", (7, 5)):
         with pytest.warns(
-            PagedAttentionFallbackWarning, match=r"the device has \(8, 0\)\. It runs"
+            PagedAttentionFallbackWarning, match=r"the device has \(7, 5\)\. It runs"
         ):
             assert support.choose(None, interpret=False) == "xla"
         assert support.choose(None, interpret=False) == "xla"  # a second warning would be an error
@@ -73,8 +87,9 @@ def test_nobody_is_told_where_there_is_no_cuda_device(device, platform):
         assert support.choose(None, interpret=False) == "xla"
 
 
-def test_hopper_takes_the_kernel(device):
-    with device("gpu", (9, 0)):
+@pytest.mark.parametrize("compute_capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3)])
+def test_other_gpus_take_the_kernel(device, compute_capability):
+    with device("gpu", compute_capability):
         assert support.choose(None, interpret=False, head_dim=128, block_size=16) == "mosaic_gpu"
 
 

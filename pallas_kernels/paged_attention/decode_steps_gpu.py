@@ -1,0 +1,84 @@
+"""What the decode kernels share: a context's splits, and the online softmax over its tiles.
+
+Tokens are rows and the query heads of one KV head columns, of float32 products in registers, layout
+`Layout.WGMMA`. Nothing moves here.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.operands import MASKED
+from pallas_kernels.paged_attention.pages_gpu import LOG2E, TILE, Span, binary_logits
+
+SLOTS = 2 * 132  # thread blocks that an H100 or H200 holds at once, two on each SM; others are near
+WAVES = 4  # thread blocks for each slot that splitting aims at, against uneven lengths
+
+
+def num_splits(num_sequences: int, num_kv_heads: int, max_tokens: int) -> int:
+    """Thread blocks among which a sequence's context is divided, so that all SMs are busy.
+
+    Example:
+      >>> num_splits(64, 8, 4096), num_splits(1, 8, 131072), num_splits(1, 8, 100)
+      (3, 132, 2)
+    """
+    wanted = -(-WAVES * SLOTS // (num_sequences * num_kv_heads))
+    return max(1, min(wanted, -(-max_tokens // TILE)))
+
+
+def split_span(length, sequence, head, split, splits: int, window: int | None) -> Span:
+    """The split's share of the tiles that the sequence's query sees; all but the last two scalars
+    of the kernel."""
+    int32 = jnp.int32
+    first = int32(0) if window is None else jnp.maximum(length - window, 0)
+    first_tile, end_tile = lax.div(first, int32(TILE)), lax.div(length + (TILE - 1), int32(TILE))
+    share = lax.div(end_tile - first_tile + (splits - 1), int32(splits))
+    from_tile = jnp.minimum(first_tile + split * share, end_tile)
+    to_tile = jnp.minimum(from_tile + share, end_tile)
+    return Span(sequence, head, first, length, length, from_tile, to_tile)
+
+
+def seen_tokens(tile, span: Span, heads: int) -> jax.Array:
+    """Which products of a tile count: bool[TILE, heads]."""
+    iota = plgpu.broadcasted_iota(jnp.int32, (TILE, heads), 0, layout=plgpu.Layout.WGMMA)
+    token = tile * TILE + iota
+    return (token >= span.first) & (token < span.end)
+
+
+def start(heads: int, pieces) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """(sums of each piece of head_dim [size, heads], maxima [heads], totals [heads])."""
+    wgmma, per_head = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
+    sums = tuple(
+        plgpu.layout_cast(jnp.full((size, heads), 0, jnp.float32), wgmma) for _, size in pieces
+    )
+    maxima = plgpu.layout_cast(jnp.full((heads,), MASKED, jnp.float32), per_head)
+    return sums, maxima, plgpu.layout_cast(jnp.full((heads,), 0, jnp.float32), per_head)
+
+
+def weigh(products, seen, maxima, totals, scale: float, soft_cap: float | None):
+    """(weights [TILE, heads], factor [heads] of all that came before, maxima, totals)."""
+    logits = jnp.where(seen, binary_logits(products, scale, soft_cap), MASKED)
+    new = jnp.maximum(maxima, logits.max(axis=0))
+    factor = jnp.exp2(maxima - new)
+    weights = jnp.exp2(logits - per_column(new, logits))
+    return weights, factor, new, totals * factor + weights.sum(axis=0)
+
+
+def per_column(x, like) -> jax.Array:
+    """[heads] as [rows, heads]."""
+    return lax.broadcast_in_dim(x, like.shape, [1])
+
+
+def per_row(x, like) -> jax.Array:
+    """[rows], of any floating type, as f32[rows, heads]."""
+    return lax.broadcast_in_dim(x.astype(jnp.float32), like.shape, [0])
+
+
+def finish(sums, maxima, totals) -> tuple[list[jax.Array], jax.Array]:
+    """(outputs of the pieces, log-sum-exp [heads]); zeros and -inf where nothing was seen."""
+    some = jnp.where(totals > 0, totals, 1.0)
+    outputs = [x / per_column(some, x) for x in sums]
+    return outputs, jnp.where(totals > 0, (maxima + jnp.log2(some)) / LOG2E, -jnp.inf)

@@ -1,0 +1,123 @@
+"""Prefill attention on Ampere: the products of `prefill_gpu`, pages that come through registers.
+
+Data movement: one thread block, of one warpgroup, per (64 queries of a sequence, query head). It
+brings a tile of K and V to shared memory through registers, then computes on it: other thread
+blocks of the SM compute meanwhile. Each tile's output goes to a place of its own, and is gathered
+from there, so that no thread block touches its neighbours' rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import target
+from pallas_kernels.paged_attention.pages_ampere import TileLoader, copy_swizzle, load_rows
+from pallas_kernels.paged_attention.pages_gpu import (
+    PARAMS,
+    TILE,
+    PageReader,
+    Pages,
+    store,
+    tiled,
+)
+from pallas_kernels.paged_attention.prefill_steps_gpu import (
+    ROWS,
+    QueryTile,
+    finish,
+    per_row,
+    positions,
+    query_tiles,
+    rows_of_tokens,
+    start,
+    weigh,
+)
+
+
+def prefill_ampere(
+    q, kv_pages, tables, lens, query_start,
+    *, layer, scale, window, soft_cap, product, interpret,
+):  # fmt: skip
+    """out [T, Hq, D] in q's dtype and lse f32[T, Hq].
+
+    q [T, Hq, D]; kv_pages [N, L, 2, H, B, D], D a multiple of 64; tables i32[S, M], ids in the
+    pool; lens i32[S]; query_start i32[S + 1]; layer i32[].
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_seqs, num_kv_heads = len(lens), kv_pages.shape[3]
+    group = num_q_heads // num_kv_heads
+    if num_tokens < ROWS:
+        q = jnp.pad(q, ((0, ROWS - num_tokens), (0, 0), (0, 0)))
+    last_start = len(q) - ROWS
+    reader = PageReader.of(kv_pages, None, layer, stages=1)
+    loader = TileLoader(reader, q.dtype)
+    row_bytes = head_dim * q.dtype.itemsize
+    target.declare(target.Pipeline("prefill", 1, TILE * row_bytes))
+    tile_seq, tile_first, tile_end = query_tiles(query_start, num_tokens, num_seqs, ROWS, align=1)
+    num_tiles = len(tile_seq)
+    lens = jnp.concatenate([lens, jnp.zeros(1, jnp.int32)])  # of the padding
+
+    def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, seq_ref, first_ref,
+               end_ref, out_ref, lse_ref, q_smem, p_smem, k_smem, v_smem):  # fmt: skip
+        tile, head = lax.axis_index("tile"), lax.axis_index("head")
+        pages = Pages(rows_ref, scales_ref, layer_ref, tables_ref)
+        s = seq_ref[tile]
+        kv_head = lax.div(head, jnp.int32(group))
+        queries = QueryTile.of(
+            s,
+            first_ref[tile],
+            end_ref[tile],
+            lens_ref[s],
+            kv_head,
+            ROWS,
+            last_start,
+            window,
+            align=1,
+        )
+        span = queries.span
+
+        @pl.when(queries.first < queries.end)
+        def compute():
+            own = q_ref.at[pl.ds(queries.start, ROWS), head]
+            store(q_smem, load_rows(own, copy_swizzle(ROWS, row_bytes), q.dtype))
+            position = positions(queries.start, queries.shift)
+
+            def step(i, carry):
+                sums, maxima, totals = carry
+                sources = reader.sources(i, pages, span)
+                loader.put(loader.fetch(0, sources, pages, span), k_smem)
+                products = product(q_smem, k_smem.transpose((1, 0)))
+                p, factor, maxima, totals = weigh(
+                    products, position, i, span.length, maxima, totals,
+                    scale=scale, soft_cap=soft_cap, window=window,
+                )  # fmt: skip
+                store(p_smem, p.astype(q.dtype))
+                loader.put_values(loader.fetch(1, sources, pages, span), i, v_smem, span)
+                sums = product(p_smem, v_smem, sums * per_row(factor, sums))
+                return sums, maxima, totals
+
+            carry = lax.fori_loop(span.from_tile, span.to_tile, step, start(head_dim))
+            out, lse = finish(*carry)
+            store(out_ref.at[tile, head], out.astype(q.dtype))
+            store(lse_ref.at[tile, head], lse)
+
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((num_tiles, num_q_heads, ROWS, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((num_tiles, num_q_heads, ROWS), jnp.float32),
+        ),
+        grid=(num_tiles, num_q_heads), grid_names=("tile", "head"),
+        scratch_types=[
+            tiled((ROWS, head_dim), q.dtype, copy_swizzle(ROWS, row_bytes)),
+            tiled((ROWS, TILE), q.dtype, copy_swizzle(ROWS, TILE * q.dtype.itemsize)),
+            loader.smem, loader.smem,
+        ],
+        compiler_params=PARAMS,
+        interpret=interpret,
+    )(q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
+    tile, row = rows_of_tokens(tile_first, num_tokens, last_start, align=1)
+    return out[tile, :, row], lse[tile, :, row]

@@ -1,0 +1,132 @@
+"""What the prefill kernels share: tiles of queries, and the online softmax over tiles of keys.
+
+Queries are rows and tokens columns, of float32 products in registers, layout `Layout.WGMMA`.
+Nothing moves here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.operands import MASKED
+from pallas_kernels.paged_attention.pages_gpu import LOG2E, TILE, Span, binary_logits
+
+ROWS = 64  # queries of one warpgroup
+
+
+def query_tiles(query_start, num_tokens, num_seqs, tile_rows, align):
+    """Tiles of queries: (sequence, first query, end of its queries) i32[G] each.
+
+    A tile takes `tile_rows` rows from a multiple of `align` on: the first of a sequence begins with
+    rows of the one before, which are not its own. Behind the sequences comes the padding, as one of
+    number `num_seqs`: its output is zeros. Tiles that are not needed have first = end.
+
+    Example:
+      >>> starts = jnp.array([0, 100, 130], jnp.int32)  # the second begins 4 rows into its tile
+      >>> [x.tolist() for x in query_tiles(starts, 130, 2, 128, 8)]
+      [[0, 1, 2, 2, 2], [0, 100, 130, 130, 130], [100, 130, 130, 130, 130]]
+    """
+    starts = jnp.concatenate([query_start, jnp.full(1, num_tokens, jnp.int32)])
+    rows = starts[:-1] // align * align  # where the first tiles begin
+    counts = jnp.where(starts[1:] > starts[:-1], starts[1:] - rows, 0)
+    tiles_before = jnp.cumsum(-(-counts // tile_rows))
+    most = -(-(num_tokens + (align - 1) * (num_seqs + 1)) // tile_rows) + num_seqs + 1
+    i = jnp.arange(most, dtype=jnp.int32)
+    s = jnp.minimum(jnp.searchsorted(tiles_before, i, side="right"), num_seqs).astype(jnp.int32)
+    first = rows[s] + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile_rows
+    return s, jnp.clip(first, starts[s], starts[s + 1]), starts[s + 1]
+
+
+def tile_start(first, last_start, align: int):
+    """Row of the batch at which the tile of first query `first` begins; the last a little earlier
+    than others would."""
+    return jnp.minimum(lax.div(first, jnp.int32(align)) * align, last_start)
+
+
+def rows_of_tokens(tile_first, num_tokens, last_start, align):
+    """(tile, row in it) i32[T] each of every token."""
+    t = jnp.arange(num_tokens, dtype=jnp.int32)
+    tile = jnp.searchsorted(tile_first, t, side="right") - 1
+    return tile, t - tile_start(tile_first[tile], last_start, align)
+
+
+class QueryTile(NamedTuple):
+    """A tile of one sequence's queries, and what they see.
+
+    Attributes:
+      start: row of the batch at which the tile begins, see `tile_start`.
+      first: its own first query.
+      end: end of its own queries.
+      shift: position of a query, less its row of the batch.
+      span: the tokens that they see.
+    """
+
+    start: Any
+    first: Any
+    end: Any
+    shift: Any
+    span: Span
+
+    @classmethod
+    def of(
+        cls, sequence, first, end, length, kv_head, rows: int, last_start, window, align: int
+    ) -> QueryTile:  # fmt: skip
+        """From an entry of `query_tiles`; rows of a tile, the last row at which one can start."""
+        start = tile_start(first, last_start, align)
+        shift = length - end
+        end = jnp.minimum(end, start + rows)
+        end_token = jnp.minimum(jnp.maximum(end + shift, 0), length)
+        first_token = jnp.int32(0)
+        if window is not None:
+            first_token = jnp.maximum(first + shift - (window - 1), 0)
+        size = jnp.int32(TILE)
+        from_tile, to_tile = lax.div(first_token, size), lax.div(end_token + (TILE - 1), size)
+        span = Span(sequence, kv_head, first_token, end_token, length, from_tile, to_tile)
+        return cls(start, first, end, shift, span)
+
+
+def positions(at, shift) -> jax.Array:
+    """Of the queries from row `at` on: i32[ROWS, TILE]."""
+    layout = plgpu.Layout.WGMMA
+    return at + shift + plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 0, layout=layout)
+
+
+def start(columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(sums [ROWS, columns], maxima [ROWS], totals [ROWS])."""
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    sums = plgpu.layout_cast(jnp.full((ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA)
+    maxima = plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), per_row)
+    return sums, maxima, plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), per_row)
+
+
+def weigh(products, position, tile, length, maxima, totals, *, scale, soft_cap, window):
+    """(weights [ROWS, TILE], factor [ROWS] of all that came before, maxima, totals)."""
+    iota = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=plgpu.Layout.WGMMA)
+    token = tile * TILE + iota
+    seen = (token <= position) & (token < length)
+    if window is not None:
+        seen &= token > position - window
+    logits = jnp.where(seen, binary_logits(products, scale, soft_cap), MASKED)
+    new = jnp.maximum(maxima, logits.max(axis=1))
+    factor = jnp.exp2(maxima - new)
+    weights = jnp.exp2(logits - per_row(new, logits))
+    if window is not None:  # a row may see nothing of its first tiles
+        weights = jnp.where(seen, weights, 0.0)
+    return weights, factor, new, totals * factor + weights.sum(axis=1)
+
+
+def per_row(x, like) -> jax.Array:
+    """[ROWS] as [ROWS, columns]."""
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def finish(sums, maxima, totals) -> tuple[jax.Array, jax.Array]:
+    """(output, log-sum-exp [ROWS]); zeros and -inf where nothing was seen."""
+    some = jnp.where(totals > 0, totals, 1.0)
+    lse = jnp.where(totals > 0, (maxima + jnp.log2(some)) / LOG2E, -jnp.inf)
+    return sums / per_row(some, sums), lse

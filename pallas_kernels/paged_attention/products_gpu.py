@@ -1,0 +1,69 @@
+"""Matrix products of the GPU kernels: operands in shared memory, float32 sums in registers.
+
+Hopper multiplies by `wgmma`, which reads both operands from shared memory itself. Ampere and
+Blackwell multiply by `mma.sync`, which every GPU from Ampere on has and whose operands pass through
+registers. The sums have the same layout, `Layout.WGMMA`, so the rest of a kernel is the same.
+Blackwell's own `tcgen05` would multiply faster, which decode, bound by memory, would not notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+class Product(Protocol):
+    """Multiplies references of shared memory."""
+
+    def __call__(self, a: Any, b: Any, sums: jax.Array | None = None) -> jax.Array:
+        """sums + a @ b, f32[M, N] in `Layout.WGMMA`; a [M, K], b [K, N] of 16 bits, M % 64 = 0."""
+        ...
+
+
+def product_of(compute_capability: tuple[int, int], interpret: Any) -> Product:
+    """What multiplies on GPUs of this compute capability.
+
+    Interpreted, an `mma.sync` is written as a dot product, since Pallas's interpreter does not know
+    it: it is a function of registers, and the copies and barriers around it are what is checked.
+    """
+    if compute_capability[0] == 9:
+        return _wgmma
+    return functools.partial(_mma, multiply=_interpreted_mma if interpret else plgpu.mma)
+
+
+def _wgmma(a, b, sums=None):
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    product = pl.run_scoped(
+        multiply,
+        plgpu.ACC(  # pyright: ignore[reportPrivateImportUsage]
+            (a.shape[0], b.shape[1]), jnp.float32
+        ),
+    )
+    return product if sums is None else sums + product
+
+
+def _mma(a, b, sums=None, *, multiply):
+    lhs, rhs = plgpu.Layout.MMA_LHS(a.dtype), plgpu.Layout.MMA_RHS(b.dtype)
+    if sums is None:
+        zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+        sums = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    depth = a.shape[1]
+    piece = math.gcd(depth, 64)  # whole tiles of shared memory, and few registers at a time
+    for k in range(0, depth, piece):
+        at = pl.ds(k, piece)
+        left = plgpu.load(a.at[:, at], layout=lhs, optimized=False)
+        sums = multiply(sums, left, plgpu.load(b.at[at], layout=rhs, optimized=False))
+    return sums
+
+
+def _interpreted_mma(sums, a, b):
+    return sums + jnp.dot(a, b, preferred_element_type=jnp.float32)
