@@ -6,6 +6,8 @@ table; the choice itself is `choose`. What is open, and why, as of JAX 0.12.0.1:
     int8 pages in prefill     no kernel converts them yet, on any generation.
     Ampere, head_dim 80, 96   four warps do not divide a small page of such rows (`copy_swizzle`).
     Ampere, prefill of 256    does not fit 255 registers: 244 bytes spill.
+    Spills that are left      with a window and a soft cap together: 44 bytes of Ampere's decode of
+                              int8 pages, head_dim 256, group 16; 4 of Blackwell's prefill of 256.
     Ampere, `cp.async`        Pallas's interpreter refuses copies without a barrier, so nothing
                               would show that one is awaited; pages come through registers.
     Blackwell, `tcgen05`      not used: prefill would multiply faster than by `mma.sync`.
