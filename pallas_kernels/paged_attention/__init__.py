@@ -14,7 +14,8 @@ and is for tests; `support` says which can run. `operands` says how a page's byt
 Of the kernels, `decode_gpu` and `prefill_gpu` are for Hopper and Blackwell, `decode_ampere` and
 `prefill_ampere` for Ampere. `pages_gpu` and `pages_ampere` bring the pages, `products_gpu`
 multiplies what lies in shared memory, and `decode_steps_gpu` and `prefill_steps_gpu` hold the
-softmax, which all generations share.
+softmax, which all generations share. `cascade` builds on this op: it
+reads a prefix that sequences share once.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def paged_attention(
     max_query_len: int = 1,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     return_lse: Literal[False] = False,
@@ -85,6 +87,7 @@ def paged_attention(
     max_query_len: int = 1,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     return_lse: Literal[True],
@@ -95,8 +98,8 @@ def paged_attention(
 
 def paged_attention(
     q, kv_pages, block_tables, seq_lens, query_start=None,
-    *, layer, kv_scales=None, max_query_len=1, scale=None, window=None, soft_cap=None, sinks=None,
-    return_lse=False, implementation=None, interpret=None,
+    *, layer, kv_scales=None, max_query_len=1, scale=None, window=None, causal=True, soft_cap=None,
+    sinks=None, return_lse=False, implementation=None, interpret=None,
 ):  # fmt: skip
     """Attention over pages; see the module's docstring.
 
@@ -114,6 +117,7 @@ def paged_attention(
       max_query_len: static; no sequence has more queries. 1 selects the decode form.
       scale: of the logits; 1 / sqrt(head_dim) by default.
       window: static; a query sees this many positions, its own the last of them. None: all.
+      causal: static; False: every query sees all tokens of its sequence, whatever its position.
       soft_cap: static; logits become soft_cap * tanh(logits / soft_cap), after the scale.
       sinks: [num_q_heads]; logits, neither scaled nor capped, of a key of value 0 that every query
         of the head sees: out = sum_i exp(s_i) v_i / (sum_i exp(s_i) + exp(sink)).
@@ -141,7 +145,7 @@ def paged_attention(
     """
     layer, max_query_len = operator.index(layer), operator.index(max_query_len)
     _validate_shapes(q, kv_pages, layer)
-    _validate_options(q, window, soft_cap, sinks)
+    _validate_options(q, window, causal, soft_cap, sinks)
     check_scales(kv_pages, kv_scales)
     if query_start is None:
         query_start = np.arange(len(seq_lens) + 1, dtype=np.int32)
@@ -174,7 +178,7 @@ def paged_attention(
     if implementation == "reference":
         out, lse = paged_attention_reference(
             q, kv_pages, tables, lens, starts,
-            kv_scales=kv_scales, sinks=sinks, **options,
+            kv_scales=kv_scales, sinks=sinks, causal=causal, **options,
         )  # fmt: skip
         return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
     args = q, kv_pages, kv_scales, tables, lens, starts, sinks
@@ -185,6 +189,7 @@ def paged_attention(
         _, compute_capability = device_of_kernels(interpret=bool(interpret))
         options |= dict(
             layer=jnp.int32(layer),
+            causal=causal,
             max_query_len=max_query_len,
             compute_capability=compute_capability,
         )
@@ -194,7 +199,7 @@ def paged_attention(
         out, *lse = decode_xla(*args, **options, return_lse=return_lse)
     else:
         out, *lse = prefill_xla(
-            *args, **options, return_lse=return_lse, max_query_len=max_query_len
+            *args, **options, causal=causal, return_lse=return_lse, max_query_len=max_query_len
         )
     return (out.astype(q.dtype), lse[0][..., 0]) if return_lse else out.astype(q.dtype)
 
@@ -218,11 +223,13 @@ def _validate_shapes(q, kv_pages, layer) -> None:
         raise ValueError(f"queries are floating point numbers, got {q.dtype}")
 
 
-def _validate_options(q, window, soft_cap, sinks) -> None:
+def _validate_options(q, window, causal, soft_cap, sinks) -> None:
     if window is not None and window < 1:
         raise ValueError(
             f"{window=} sees nothing: a query sees at least itself; None for no window"
         )
+    if window is not None and not causal:
+        raise ValueError(f"{window=} counts back from a query's position: {causal=} has none")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{soft_cap=} must be positive; None for no cap")
     if sinks is not None and sinks.shape != (q.shape[1],):

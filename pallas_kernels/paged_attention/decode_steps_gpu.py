@@ -12,7 +12,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.operands import MASKED
-from pallas_kernels.paged_attention.pages_gpu import LOG2E, TILE, Span, binary_logits
+from pallas_kernels.paged_attention.pages_gpu import (
+    LOG2E,
+    TILE,
+    Span,
+    binary_logits,
+    share_of_tiles,
+)
 
 SLOTS = 2 * 132  # thread blocks that an H100 or H200 holds at once, two on each SM; others are near
 WAVES = 4  # thread blocks for each slot that splitting aims at, against uneven lengths
@@ -32,13 +38,9 @@ def num_splits(num_sequences: int, num_kv_heads: int, max_tokens: int) -> int:
 def split_span(length, sequence, head, split, splits: int, window: int | None) -> Span:
     """The split's share of the tiles that the sequence's query sees; all but the last two scalars
     of the kernel."""
-    int32 = jnp.int32
-    first = int32(0) if window is None else jnp.maximum(length - window, 0)
-    first_tile, end_tile = lax.div(first, int32(TILE)), lax.div(length + (TILE - 1), int32(TILE))
-    share = lax.div(end_tile - first_tile + (splits - 1), int32(splits))
-    from_tile = jnp.minimum(first_tile + split * share, end_tile)
-    to_tile = jnp.minimum(from_tile + share, end_tile)
-    return Span(sequence, head, first, length, length, from_tile, to_tile)
+    first = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+    tiles = share_of_tiles(first, length, split, splits)
+    return Span(sequence, head, first, length, length, *tiles)
 
 
 def seen_tokens(tile, span: Span, heads: int) -> jax.Array:

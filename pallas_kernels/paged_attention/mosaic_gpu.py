@@ -1,7 +1,9 @@
 """The GPU form of paged attention: the decode or the prefill kernel, and what joins their outputs.
 
 Data movement: none of its own beyond the outputs of splits, which are read once and merged, and a
-sink, which scales the output.
+sink, which scales the output. Queries that are not causal see the same keys whichever their head
+is: those of the heads of a group become rows of one product, so that a K or V byte is read once for
+128 rows and not once for each head; they are few as a rule, and what they see is split instead.
 """
 
 from __future__ import annotations
@@ -18,18 +20,33 @@ from pallas_kernels.paged_attention.decode_steps_gpu import num_splits
 from pallas_kernels.paged_attention.merge import merge_attention, with_sinks
 from pallas_kernels.paged_attention.prefill_ampere import prefill_ampere
 from pallas_kernels.paged_attention.prefill_gpu import prefill_gpu
+from pallas_kernels.paged_attention.prefill_steps_gpu import ROWS
 from pallas_kernels.paged_attention.products_gpu import product_of
+
+SMS = 132  # of an H100 or H200, each with one thread block of the prefill kernel; others are near
+MIN_SPLIT = 256  # tokens of a split, for which its output is a small part of what it moves
+
+
+def shared_splits(num_rows: int, num_kv_heads: int, max_tokens: int) -> int:
+    """Thread blocks among which the keys that all rows see are divided, so that SMs are busy.
+
+    Example:
+      >>> shared_splits(256, 8, 4096), shared_splits(256, 8, 600), shared_splits(4096, 8, 4096)
+      (8, 2, 1)
+    """
+    tiles = -(-num_rows // (2 * ROWS))
+    return max(1, min(SMS // (tiles * num_kv_heads), max_tokens // MIN_SPLIT))
 
 
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "scale", "window", "soft_cap", "max_query_len", "compute_capability", "interpret"
+        "scale", "window", "soft_cap", "causal", "max_query_len", "compute_capability", "interpret"
     ),
 )  # fmt: skip
 def attend_gpu(
     q, kv_pages, kv_scales, tables, lens, query_start, sinks,
-    *, layer, scale, window, soft_cap, max_query_len, compute_capability, interpret,
+    *, layer, scale, window, soft_cap, causal, max_query_len, compute_capability, interpret,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """(out [T, Hq, D], lse f32[T, Hq]); arguments checked, table entries in the pool.
 
@@ -41,11 +58,13 @@ def attend_gpu(
         layer=layer, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret,
         product=product_of(compute_capability, interpret),
     )  # fmt: skip
+    ampere = compute_capability[0] == 8
+    prefill = prefill_ampere if ampere else prefill_gpu
     if max_query_len == 1:
         lens = jnp.where(query_start[1:] > query_start[:-1], lens, 0)
         seen = width if window is None else min(width, window)
         splits = num_splits(len(q), kv_pages.shape[3], seen)
-        decode = decode_ampere if compute_capability[0] == 8 else decode_gpu
+        decode = decode_ampere if ampere else decode_gpu
         outs, lses = decode(
             q, kv_pages, tables, lens, kv_scales=kv_scales, splits=splits, **options
         )
@@ -53,7 +72,27 @@ def attend_gpu(
             out, lse = outs[0, 0], lses[0]
         else:
             out, lse = merge_attention(outs.astype(jnp.float32).sum(axis=1), lses)
+    elif causal:
+        outs, lses = prefill(
+            q, kv_pages, tables, lens, query_start, causal=True, splits=1, **options
+        )
+        out, lse = outs[0], lses[0]
     else:
-        prefill = prefill_ampere if compute_capability[0] == 8 else prefill_gpu
-        out, lse = prefill(q, kv_pages, tables, lens, query_start, **options)
+        out, lse = _not_causal(prefill, q, kv_pages, tables, lens, query_start, **options)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+def _not_causal(prefill, q, kv_pages, tables, lens, query_start, **options):
+    """As `prefill`, the heads of a group as rows, splits merged."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_pages.shape[3]
+    group = num_q_heads // num_kv_heads
+    rows = q.reshape(num_tokens, num_kv_heads, group, head_dim).swapaxes(1, 2)
+    rows = rows.reshape(-1, num_kv_heads, head_dim)
+    splits = shared_splits(len(rows), num_kv_heads, tables.shape[1] * kv_pages.shape[4])
+    outs, lses = prefill(
+        rows, kv_pages, tables, lens, query_start * group, causal=False, splits=splits, **options
+    )
+    out, lse = (outs[0], lses[0]) if splits == 1 else merge_attention(outs, lses)
+    out = out.reshape(num_tokens, group, num_kv_heads, head_dim).swapaxes(1, 2).reshape(q.shape)
+    return out, lse.reshape(num_tokens, group, num_kv_heads).swapaxes(1, 2).reshape(q.shape[:2])

@@ -128,6 +128,15 @@ class Span(NamedTuple):
     to_tile: Any
 
 
+def share_of_tiles(first, end, split, splits: int):
+    """(from_tile, to_tile) of one of `splits` thread blocks that divide tokens first to end."""
+    size = jnp.int32(TILE)
+    first_tile, end_tile = lax.div(first, size), lax.div(end + (TILE - 1), size)
+    share = lax.div(end_tile - first_tile + (splits - 1), jnp.int32(splits))
+    from_tile = jnp.minimum(first_tile + split * share, end_tile)
+    return from_tile, jnp.minimum(from_tile + share, end_tile)
+
+
 @dataclasses.dataclass(frozen=True)
 class PageReader:
     """A pool's pages, and how a ring of stages is filled from those of one layer.

@@ -1,9 +1,9 @@
 """Prefill attention on Ampere: the products of `prefill_gpu`, pages that come through registers.
 
-Data movement: one thread block, of one warpgroup, per (64 queries of a sequence, query head). It
-brings a tile of K and V to shared memory through registers, then computes on it: other thread
-blocks of the SM compute meanwhile. Each tile's output goes to a place of its own, and is gathered
-from there, so that no thread block touches its neighbours' rows.
+Data movement: one thread block, of one warpgroup, per (64 queries of a sequence, query head, split
+of what they see). It brings a tile of K and V to shared memory through registers, then computes on
+it: other thread blocks of the SM compute meanwhile. Each tile's output goes to a place of its own,
+and is gathered from there, so that no thread block touches its neighbours' rows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from pallas_kernels.paged_attention.prefill_steps_gpu import (
 
 def prefill_ampere(
     q, kv_pages, tables, lens, query_start,
-    *, layer, scale, window, soft_cap, product, interpret,
+    *, layer, scale, window, soft_cap, causal, splits, product, interpret,
 ):  # fmt: skip
-    """out [T, Hq, D] in q's dtype and lse f32[T, Hq].
+    """Partial attentions of the splits: out [splits, T, Hq, D], lse f32[splits, T, Hq].
 
     q [T, Hq, D]; kv_pages [N, L, 2, H, B, D], D a multiple of 64; tables i32[S, M], ids in the
-    pool; lens i32[S]; query_start i32[S + 1]; layer i32[].
+    pool; lens i32[S]; query_start i32[S + 1]; layer i32[]. Splits as in
+    `prefill_gpu`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs, num_kv_heads = len(lens), kv_pages.shape[3]
@@ -62,22 +63,14 @@ def prefill_ampere(
 
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, seq_ref, first_ref,
                end_ref, out_ref, lse_ref, q_smem, p_smem, k_smem, v_smem):  # fmt: skip
-        tile, head = lax.axis_index("tile"), lax.axis_index("head")
+        tile, head, split = (lax.axis_index(name) for name in ("tile", "head", "split"))
         pages = Pages(rows_ref, scales_ref, layer_ref, tables_ref)
         s = seq_ref[tile]
-        kv_head = lax.div(head, jnp.int32(group))
         queries = QueryTile.of(
-            s,
-            first_ref[tile],
-            end_ref[tile],
-            lens_ref[s],
-            kv_head,
-            ROWS,
-            last_start,
-            window,
-            align=1,
+            first_ref[tile], end_ref[tile], lens_ref[s], ROWS, last_start, align=1
         )
-        span = queries.span
+        kv_head = lax.div(head, jnp.int32(group))
+        span = queries.span(s, kv_head, split, splits, window, causal=causal)
 
         @pl.when(queries.first < queries.end)
         def compute():
@@ -92,7 +85,7 @@ def prefill_ampere(
                 products = product(q_smem, k_smem.transpose((1, 0)))
                 p, factor, maxima, totals = weigh(
                     products, position, i, span.length, maxima, totals,
-                    scale=scale, soft_cap=soft_cap, window=window,
+                    scale=scale, soft_cap=soft_cap, window=window, causal=causal,
                 )  # fmt: skip
                 store(p_smem, p.astype(q.dtype))
                 loader.put_values(loader.fetch(1, sources, pages, span), i, v_smem, span)
@@ -101,16 +94,16 @@ def prefill_ampere(
 
             carry = lax.fori_loop(span.from_tile, span.to_tile, step, start(head_dim))
             out, lse = finish(*carry)
-            store(out_ref.at[tile, head], out.astype(q.dtype))
-            store(lse_ref.at[tile, head], lse)
+            store(out_ref.at[split, tile, head], out.astype(q.dtype))
+            store(lse_ref.at[split, tile, head], lse)
 
     out, lse = plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((num_tiles, num_q_heads, ROWS, head_dim), q.dtype),
-            jax.ShapeDtypeStruct((num_tiles, num_q_heads, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((splits, num_tiles, num_q_heads, ROWS, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((splits, num_tiles, num_q_heads, ROWS), jnp.float32),
         ),
-        grid=(num_tiles, num_q_heads), grid_names=("tile", "head"),
+        grid=(num_tiles, num_q_heads, splits), grid_names=("tile", "head", "split"),
         scratch_types=[
             tiled((ROWS, head_dim), q.dtype, copy_swizzle(ROWS, row_bytes)),
             tiled((ROWS, TILE), q.dtype, copy_swizzle(ROWS, TILE * q.dtype.itemsize)),
@@ -120,4 +113,4 @@ def prefill_ampere(
         interpret=interpret,
     )(q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
     tile, row = rows_of_tokens(tile_first, num_tokens, last_start, align=1)
-    return out[tile, :, row], lse[tile, :, row]
+    return out[:, tile, :, row].swapaxes(0, 1), lse[:, tile, :, row].swapaxes(0, 1)

@@ -4,11 +4,12 @@ Queries are the M side, 64 of one head to a compute warpgroup:
 
     scores [64, TILE] = q [64, D] @ K^T [D, TILE]        out [64, D] += p [64, TILE] @ V [TILE, D]
 
-Data movement: one thread block per (tile of a sequence's queries, query head). A memory warpgroup
-copies the pages that the tile sees, from its window's first to its last query's own, by TMA into a
-ring of shared-memory stages that two compute warpgroups read; tiles that causality hides are never
-fetched, and a cached prefix is read where it lies. Whole tiles of output go out as one copy, the
-ragged end of a sequence row by row, so that neighbours in the batch never touch each other's rows.
+Data movement: one thread block per (tile of a sequence's queries, query head, split of what they
+see). A memory warpgroup copies the pages that the tile sees, from its window's first to its last
+query's own, or all of them if the queries are not causal, by TMA into a ring of shared-memory
+stages that two compute warpgroups read; tiles that causality hides are never fetched, and a cached
+prefix is read where it lies. Whole tiles of output go out as one copy, the ragged end of a sequence
+row by row, so that neighbours in the batch never touch each other's rows.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ RING_BYTES = 96 * 1024
 
 def prefill_gpu(
     q, kv_pages, tables, lens, query_start,
-    *, layer, scale, window, soft_cap, product, interpret,
+    *, layer, scale, window, soft_cap, causal, splits, product, interpret,
 ):  # fmt: skip
-    """out [T, Hq, D] in q's dtype and lse f32[T, Hq].
+    """Partial attentions of the splits: out [splits, T, Hq, D], lse f32[splits, T, Hq].
 
     q [T, Hq, D]; kv_pages [N, L, 2, H, B, D]; tables i32[S, M], ids in the pool; lens i32[S];
-    query_start i32[S + 1]; layer i32[].
+    query_start i32[S + 1]; layer i32[]. Several splits are for queries that are not causal: each
+    row then sees something of every tile.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs, num_kv_heads = len(lens), kv_pages.shape[3]
@@ -82,22 +84,14 @@ def prefill_gpu(
                end_ref, out_ref, lse_ref, q_smem, p_smem, out_smem, lse_smem, q_ready,
                *ring):  # fmt: skip
         ring = Ring(*ring)
-        tile, head = lax.axis_index("tile"), lax.axis_index("head")
+        tile, head, split = (lax.axis_index(name) for name in ("tile", "head", "split"))
         role = lax.axis_index("role")
         s = seq_ref[tile]
-        kv_head = lax.div(head, jnp.int32(group))
         queries = QueryTile.of(
-            s,
-            first_ref[tile],
-            end_ref[tile],
-            lens_ref[s],
-            kv_head,
-            tile_rows,
-            last_start,
-            window,
-            TILE_ROWS,
+            first_ref[tile], end_ref[tile], lens_ref[s], tile_rows, last_start, TILE_ROWS
         )
-        span = queries.span
+        kv_head = lax.div(head, jnp.int32(group))
+        span = queries.span(s, kv_head, split, splits, window, causal=causal)
 
         def compute(rows, half):
             if warpgroups > 1:
@@ -114,7 +108,7 @@ def prefill_gpu(
                 plgpu.barrier_arrive(ring.k_free.at[slot])
                 p, factor, m, total = weigh(
                     products, position, i, span.length, m, total,
-                    scale=scale, soft_cap=soft_cap, window=window,
+                    scale=scale, soft_cap=soft_cap, window=window, causal=causal,
                 )  # fmt: skip
                 p_smem[role] = p.astype(q.dtype)
                 plgpu.commit_smem()
@@ -133,18 +127,18 @@ def prefill_gpu(
             own_end = jnp.minimum(queries.end - at, ROWS)
             columns = pl.ds(half * part, part)
             if half == 0:
-                plgpu.copy_smem_to_gmem(lse_smem.at[role], lse_ref.at[head, tile, rows])
+                plgpu.copy_smem_to_gmem(lse_smem.at[role], lse_ref.at[split, head, tile, rows])
 
             whole = own_end - own == ROWS
 
             def copy_tile():
-                to = out_ref.at[pl.ds(at, ROWS), head, columns]
+                to = out_ref.at[split, pl.ds(at, ROWS), head, columns]
                 plgpu.copy_smem_to_gmem(out_smem.at[role], to)
 
             def copy_rows():
                 def row(r, _):
                     source = out_smem.at[role, r, pl.ds(0, part)]
-                    plgpu.copy_smem_to_gmem(source, out_ref.at[at + r, head, columns])
+                    plgpu.copy_smem_to_gmem(source, out_ref.at[split, at + r, head, columns])
 
                 lax.fori_loop(own, own_end, row, None)
 
@@ -175,10 +169,10 @@ def prefill_gpu(
     out, lse = plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((num_q_heads, num_tiles, row_groups, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((splits, *q.shape), q.dtype),
+            jax.ShapeDtypeStruct((splits, num_q_heads, num_tiles, row_groups, ROWS), jnp.float32),
         ),
-        grid=(num_tiles, num_q_heads), grid_names=("tile", "head"),
+        grid=(num_tiles, num_q_heads, splits), grid_names=("tile", "head", "split"),
         num_threads=warpgroups + 1, thread_name="role",
         scratch_types=[
             tiled((row_groups, ROWS, head_dim), q.dtype, operand),
@@ -192,5 +186,5 @@ def prefill_gpu(
         interpret=interpret,
     )(q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
     tile, row = rows_of_tokens(tile_first, num_tokens, last_start, TILE_ROWS)
-    lse = lse.reshape(num_q_heads, num_tiles, tile_rows)[:, tile, row]
-    return out[:num_tokens], lse.T
+    lse = lse.reshape(splits, num_q_heads, num_tiles, tile_rows)[:, :, tile, row]
+    return out[:, :num_tokens], lse.swapaxes(1, 2)

@@ -14,7 +14,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.operands import MASKED
-from pallas_kernels.paged_attention.pages_gpu import LOG2E, TILE, Span, binary_logits
+from pallas_kernels.paged_attention.pages_gpu import (
+    LOG2E,
+    TILE,
+    Span,
+    binary_logits,
+    share_of_tiles,
+)
 
 ROWS = 64  # queries of one warpgroup
 
@@ -56,38 +62,40 @@ def rows_of_tokens(tile_first, num_tokens, last_start, align):
 
 
 class QueryTile(NamedTuple):
-    """A tile of one sequence's queries, and what they see.
+    """A tile of one sequence's queries.
 
     Attributes:
       start: row of the batch at which the tile begins, see `tile_start`.
       first: its own first query.
       end: end of its own queries.
+      length: tokens of the sequence.
       shift: position of a query, less its row of the batch.
-      span: the tokens that they see.
     """
 
     start: Any
     first: Any
     end: Any
+    length: Any
     shift: Any
-    span: Span
 
     @classmethod
-    def of(
-        cls, sequence, first, end, length, kv_head, rows: int, last_start, window, align: int
-    ) -> QueryTile:  # fmt: skip
+    def of(cls, first, end, length, rows: int, last_start, align: int) -> QueryTile:
         """From an entry of `query_tiles`; rows of a tile, the last row at which one can start."""
         start = tile_start(first, last_start, align)
-        shift = length - end
-        end = jnp.minimum(end, start + rows)
-        end_token = jnp.minimum(jnp.maximum(end + shift, 0), length)
-        first_token = jnp.int32(0)
+        return cls(start, first, jnp.minimum(end, start + rows), length, length - end)
+
+    def span(
+        self, sequence, kv_head, split, splits: int, window: int | None, *, causal: bool
+    ) -> Span:  # fmt: skip
+        """A split's share of the tokens that the queries see."""
+        end = self.length
+        if causal:
+            end = jnp.minimum(jnp.maximum(self.end + self.shift, 0), end)
+        first = jnp.int32(0)
         if window is not None:
-            first_token = jnp.maximum(first + shift - (window - 1), 0)
-        size = jnp.int32(TILE)
-        from_tile, to_tile = lax.div(first_token, size), lax.div(end_token + (TILE - 1), size)
-        span = Span(sequence, kv_head, first_token, end_token, length, from_tile, to_tile)
-        return cls(start, first, end, shift, span)
+            first = jnp.maximum(self.first + self.shift - (window - 1), 0)
+        tiles = share_of_tiles(first, end, split, splits)
+        return Span(sequence, kv_head, first, end, self.length, *tiles)
 
 
 def positions(at, shift) -> jax.Array:
@@ -104,11 +112,13 @@ def start(columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return sums, maxima, plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), per_row)
 
 
-def weigh(products, position, tile, length, maxima, totals, *, scale, soft_cap, window):
+def weigh(products, position, tile, length, maxima, totals, *, scale, soft_cap, window, causal):
     """(weights [ROWS, TILE], factor [ROWS] of all that came before, maxima, totals)."""
     iota = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=plgpu.Layout.WGMMA)
     token = tile * TILE + iota
-    seen = (token <= position) & (token < length)
+    seen = token < length
+    if causal:
+        seen &= token <= position
     if window is not None:
         seen &= token > position - window
     logits = jnp.where(seen, binary_logits(products, scale, soft_cap), MASKED)

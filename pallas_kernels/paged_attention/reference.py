@@ -22,6 +22,7 @@ def paged_attention_reference(
     scale: float,
     kv_scales: jax.Array | None = None,
     window: int | None = None,
+    causal: bool = True,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -37,8 +38,9 @@ def paged_attention_reference(
     s = jnp.clip(s, 0, len(seq_lens) - 1)
     position = seq_lens[s] - query_start[s + 1] + token
     slot = jnp.arange(k.shape[2])
-    visible = (slot <= position[:, None]) & (slot < seq_lens[s][:, None])
-    visible &= (token < query_start[s + 1])[:, None]
+    visible = (slot < seq_lens[s][:, None]) & (token < query_start[s + 1])[:, None]
+    if causal:
+        visible &= slot <= position[:, None]
     if window is not None:
         visible &= slot > position[:, None] - window
     repeat = num_q_heads // num_kv_heads  # query head h reads KV head h // repeat

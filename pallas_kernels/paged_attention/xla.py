@@ -121,7 +121,7 @@ def decode_xla(
 
 def prefill_xla(
     q, kv_pages, kv_scales, tables, seq_lens, query_start, sinks,
-    *, layer, scale, window, soft_cap, return_lse, max_query_len,
+    *, layer, scale, window, soft_cap, causal, return_lse, max_query_len,
 ):  # fmt: skip
     """One tile of one sequence's queries at a time, over the pages that it may see.
 
@@ -151,7 +151,10 @@ def prefill_xla(
         offset = (i - first) * query_tile  # of the tile inside its sequence
         at = query_start[s] + offset
         length = seq_lens[s]
-        positions = length - counts[s] + offset + jnp.arange(query_tile, dtype=jnp.int32)
+        if causal:
+            positions = length - counts[s] + offset + jnp.arange(query_tile, dtype=jnp.int32)
+        else:
+            positions = jnp.full(query_tile, length - 1)  # as if each were the last token
         last_seen = jnp.minimum(positions[-1] + 1, length)
         qt = lax.dynamic_slice_in_dim(q, at, query_tile, 0)
         # [tile, H, G, D] -> [H, G * tile, D]: the heads of a group share their keys.

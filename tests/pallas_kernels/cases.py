@@ -113,7 +113,7 @@ def oracle(case: Case, **options) -> np.ndarray:
     return oracle_with_lse(case, **options)[0]
 
 
-def oracle_with_lse(case: Case, *, window=None, soft_cap=None, sinks=None):
+def oracle_with_lse(case: Case, *, window=None, causal=True, soft_cap=None, sinks=None):
     """`oracle` and the log of each softmax's denominator, -inf where no query is."""
     q = np.asarray(case.q, np.float64)
     out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
@@ -122,7 +122,7 @@ def oracle_with_lse(case: Case, *, window=None, soft_cap=None, sinks=None):
         count = start[s + 1] - start[s]
         group = q.shape[1] // max(k.shape[1], 1)
         for i in range(count):
-            seen = len(k) - count + i + 1
+            seen = len(k) - count + i + 1 if causal else len(k)
             if seen < 1:
                 continue
             first = 0 if window is None else max(0, seen - window)

@@ -54,6 +54,22 @@ def test_the_log_sum_exp_changes_no_output(implementation, kind):
     )
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_that_are_not_causal(implementation, kind):
+    """Sequences with fewer tokens than queries, too: they are no part of them."""
+    case = of_kind(kind, fill=np.nan)
+    if kind == "prefill":
+        case = make([300, 7, 0, 40, 2], [70, 7, 5, 3, 9], fill=np.nan, padding_tokens=2)
+    options = dict(causal=False, soft_cap=0.7, sinks=SINKS)
+    check(run(case, implementation, return_lse=True, **options), oracle_with_lse(case, **options))
+
+
+def test_a_window_of_queries_that_are_not_causal_is_refused():
+    with pytest.raises(ValueError, match="window=4 counts back from a query's position"):
+        run(of_kind("prefill"), window=4, causal=False)
+
+
 # -- windows ---------------------------------------------------------------------------------
 
 

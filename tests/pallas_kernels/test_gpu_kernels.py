@@ -190,6 +190,21 @@ def test_blackwell_prefill(dim, blackwell):
     check(paged([90, 20], [70, 9], dim=dim, heads=1, window=50), window=50)
 
 
+@pytest.mark.parametrize("splits", [1, *slow(3)])
+def test_prefill_that_is_not_causal(splits, monkeypatch):
+    """Query heads are rows: 3 x 42 and 3 x 2, over 3 tiles and a part of one."""
+    monkeypatch.setattr(mosaic_gpu, "shared_splits", lambda *_: splits)
+    case = paged([210, 20], [42, 2], dim=64, heads=3, block=32, padding_tokens=1)
+    check(case, causal=False, soft_cap=1.5, sinks=SINKS[:3])
+
+
+@pytest.mark.parametrize("generation", ["ampere", *slow("blackwell")])
+def test_prefill_that_is_not_causal_of_other_generations(generation, request, monkeypatch):
+    request.getfixturevalue(generation)
+    monkeypatch.setattr(mosaic_gpu, "shared_splits", lambda *_: 2)
+    check(paged([140, 20], [25, 2], dim=64, heads=3, block=64), causal=False)
+
+
 def test_an_interpreted_call_is_checked_like_any_other():
     with pytest.raises(NotImplementedError, match="block size 4 is none of"):
         run(paged([9], block=4), "mosaic_gpu", interpret=RACES)
