@@ -31,6 +31,8 @@ from jaxkv.reports import Stats as Stats
 from jaxkv.sampling_params import BeamSearchParams as BeamSearchParams
 from jaxkv.sampling_params import LogitsProcessor as LogitsProcessor
 from jaxkv.sampling_params import SamplingParams as SamplingParams
+from jaxkv.shared_prefix import SharedPrefix as SharedPrefix
+from jaxkv.shared_prefix import shared_prefix_groups as shared_prefix_groups
 from jaxkv.simulate import SimulationResult as SimulationResult
 from jaxkv.simulate import simulate as simulate
 from jaxkv.sizing import cache_size as cache_size

@@ -20,6 +20,7 @@ import jaxkv
 from models import Llama, LlamaConfig
 from pallas_kernels.copy_blocks import copy_blocks
 from pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
+from pallas_kernels.paged_attention.cascade import cascade_attention
 from pallas_kernels.paged_attention.support import Form
 from pallas_kernels.scatter_kv import scatter_kv
 
@@ -56,6 +57,7 @@ _KERNELS: tuple[tuple[Form, int, int, str], ...] = (
     ("prefill", 96, 16, "bfloat16"),
     ("prefill", 256, 16, "bfloat16"),
 )
+_CASCADES = ((64, 16, "bfloat16"), (128, 16, "bfloat16"))  # likewise
 _POOL_BYTES = 40 * 2**30  # of each GPU: more than 2^31 elements, and than all else of a step
 _MAX_LEN = 2048
 _DECODE_SEQS = 64
@@ -73,7 +75,7 @@ class Program:
 
     Attributes:
       name: what the table calls it.
-      kind: "operation" on the pool, "kernel" (one attention call), or "step" (a stack of them).
+      kind: "operation" on the pool, "kernel" (attention of one layer), or "step" (of all layers).
       num_devices: GPUs it runs on.
       pool: pages, and scales if there are any; all devices together.
       call: of `supports`, what it attends with; None if it does not attend.
@@ -103,6 +105,7 @@ def programs() -> dict[str, Program]:
     models = [(name, config) for name, config in _MODELS.items()]
     listed = _operations()
     listed += [_kernel(*row) for row in _KERNELS]
+    listed += [_cascade(*row) for row in _CASCADES]
     listed += [_model_step(form, *model) for model in models for form in ("decode", "prefill")]
     listed += [_sharded(form, *models[-1], num_devices=8) for form in ("decode", "prefill")]
     return {program.name: program for program in listed}
@@ -166,6 +169,27 @@ def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
 
     name = f"{form} {dtype}, head {head_dim}, block {block_size}"
     return Program(name, "kernel", 1, _pool(state), _call(config, form, state, query_dtype), build)
+
+
+def _cascade(head_dim: int, block_size: int, dtype: str) -> Program:
+    """Decode attention in one layer of several, over prefixes that sequences share."""
+    config = dataclasses.replace(_MODEL_OF_HEAD_DIM[head_dim], num_layers=_KERNEL_LAYERS)
+    state = _state(config, block_size, dtype)
+
+    def step(state, q, shared):
+        out = cascade_attention(
+            q, state.kv_pages, state.block_tables, state.seq_lens, **shared._asdict(), layer=1
+        )
+        return out, state
+
+    def build(mesh: Mesh):
+        q = jax.ShapeDtypeStruct((_DECODE_SEQS, config.num_heads, head_dim), dtype)
+        nothing = np.zeros((_DECODE_SEQS, 1), np.int32)
+        shared = jaxkv.shared_prefix_groups(nothing, nothing[:, 0], block_size=block_size)
+        return step, _on(mesh, (state, q, shared))
+
+    name = f"cascade {dtype}, head {head_dim}, block {block_size}"
+    return Program(name, "kernel", 1, _pool(state), _call(config, "prefill", state, dtype), build)
 
 
 def _model_step(form: Form, name: str, config: LlamaConfig) -> Program:

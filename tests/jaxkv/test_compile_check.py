@@ -258,7 +258,7 @@ def on_an_h200(tmp_path_factory):
 @pytest.mark.aot
 def test_nothing_copies_a_pool_of_40_gib(on_an_h200):
     rows, _ = on_an_h200
-    assert len(rows) == 6 + 10 + 2
+    assert len(rows) == 6 + 11 + 2
     for name, row in rows.items():
         assert row["error"] is None
         assert row["broken"] == []
@@ -272,7 +272,7 @@ def test_nothing_copies_a_pool_of_40_gib(on_an_h200):
 def test_kernels_fill_an_h200(on_an_h200):
     rows, _ = on_an_h200
     rows = {name: row for name, row in rows.items() if row["attention"] is not None}
-    assert len(rows) == 12
+    assert len(rows) == 13
     assert {row["num_devices"] for row in rows.values()} == {1, 8}
     for name, row in rows.items():
         assert row["attention"] == "mosaic_gpu"
