@@ -9,7 +9,7 @@ one "sequence" with the group's queries: `paged_attention` with one row of the t
 The second is `paged_attention` with tables and lengths as if each sequence began behind its prefix.
 
 Data movement: the pages of a prefix are read once for as many queries as the implementation takes
-at a time (the kernel 128 rows, query heads of one KV head counted apart; XLA 64 queries), and not
+at a time (the kernel 128 rows, 64 on Ampere, each of one query head; XLA 64 queries), and not
 once for each sequence; the rest as in `paged_attention`. On top, each query is read twice and two
 outputs are merged. (Cascade inference: https://flashinfer.ai/2024/02/02/cascade-inference.html.)
 """
