@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
 
 
 @dataclasses.dataclass
@@ -92,14 +93,23 @@ def make(
     )
 
 
+QUICK = {"xla_backend_optimization_level": 0}  # tests spend their time in the compiler
+
+
 @functools.cache
 def _compiled(**static):
-    """One program for all cases of a shape: tests spend their time in the compiler."""
+    """One program for all cases of a shape."""
 
     def call(args, kv_scales, sinks):
         return paged_attention(*args, kv_scales=kv_scales, sinks=sinks, **static)
 
-    return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(call, compiler_options=QUICK)
+
+
+def forget_programs() -> None:
+    """For what a program depends on beside its arguments: the device, what a test has patched."""
+    _compiled.cache_clear()
+    attend_gpu.clear_cache()
 
 
 def run(case, implementation="xla", *, sinks=None, **options):

@@ -8,7 +8,7 @@ another test by one size only is marked `slow`.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make, oracle_with_lse, run
+from cases import forget_programs, make, oracle_with_lse, run
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import target
@@ -38,6 +38,7 @@ def paged(lens, counts=None, *, dtype=jnp.bfloat16, dim=128, block=16, heads=4, 
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch):
     """As many as the test says; on a GPU, as many as fill it."""
+    forget_programs()
     monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 1)
 
 
@@ -55,7 +56,7 @@ def test_decode_head_dims(dim):
     check(paged([100, 70], dim=dim))
 
 
-@pytest.mark.parametrize("groups", [(14, 2), (16, 1), *slow((3, 3), (8, 1), (1, 1))])
+@pytest.mark.parametrize("groups", [(14, 2), *slow((16, 1), (3, 3), (8, 1), (1, 1))])
 def test_decode_groups(groups):
     heads, kv_heads = groups
     check(paged([70, 9], dim=64, heads=heads, kv_heads=kv_heads))
@@ -108,7 +109,7 @@ def test_prefill_head_dims(dim):
 
 def test_prefill_tiles_of_two_warpgroups():
     """130 queries: a whole tile, the ragged end of it, and a neighbour that must stay whole."""
-    check(paged([150, 64], [130, 64], dim=64, heads=2, kv_heads=2))
+    check(paged([150, 64], [130, 64], dim=64, heads=1))
 
 
 @pytest.mark.parametrize("dim", [256, *slow(64)])
@@ -118,7 +119,7 @@ def test_prefill_options(dim):
 
 
 def test_prefill_of_a_few_queries_behind_a_prefix():
-    check(paged([130, 67], [3, 1], dim=64))
+    check(paged([130, 67], [3, 1], dim=64, heads=2))
 
 
 @pytest.fixture
@@ -177,8 +178,12 @@ def test_ampere_prefill_options(ampere):
 
 @pytest.mark.parametrize("kind", [
     dict(dim=128, heads=7, scale_dtype=jnp.bfloat16, block=64),
-    dict(dim=80, heads=16, block=8),
-    *slow(dict(dim=64, dtype=jnp.float16), dict(dim=96, block=128), dict(dim=256, block=64)),
+    *slow(
+        dict(dim=80, heads=16, block=8),
+        dict(dim=64, dtype=jnp.float16),
+        dict(dim=96, block=128),
+        dict(dim=256, block=64),
+    ),
 ])  # fmt: skip
 def test_blackwell_decode(kind, blackwell, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 2)
