@@ -246,8 +246,9 @@ def on_an_h200(tmp_path_factory):
     operations = "jit_(scatter|gather|copy_blocks|put_blocks|zero_blocks)"
     rows = compile_check(
         folder,
-        *only("scatter_kv", "_blocks", "decode bfloat16, head 64, block 16", "head 80"),
-        *only("head 128, block 16", "int8, head 128", "head 256", "Llama-3-8B decode"),
+        *only("scatter_kv", "_blocks", "decode bfloat16, head 64, block 16", "head 80", "head 256"),
+        *only("decode bfloat16, head 128, block 16", "prefill bfloat16, head 128, block 16"),
+        *only("int8, head 128, block 64", "Llama-3-8B decode"),
         XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_emitter_re=. "
         f"--xla_dump_hlo_module_re={operations}",
     )
@@ -258,7 +259,7 @@ def on_an_h200(tmp_path_factory):
 @pytest.mark.aot
 def test_nothing_copies_a_pool_of_40_gib(on_an_h200):
     rows, _ = on_an_h200
-    assert len(rows) == 6 + 11 + 2
+    assert len(rows) == 6 + 8 + 2
     for name, row in rows.items():
         assert row["error"] is None
         assert row["broken"] == []
@@ -272,7 +273,7 @@ def test_nothing_copies_a_pool_of_40_gib(on_an_h200):
 def test_kernels_fill_an_h200(on_an_h200):
     rows, _ = on_an_h200
     rows = {name: row for name, row in rows.items() if row["attention"] is not None}
-    assert len(rows) == 13
+    assert len(rows) == 10
     assert {row["num_devices"] for row in rows.values()} == {1, 8}
     for name, row in rows.items():
         assert row["attention"] == "mosaic_gpu"
@@ -307,10 +308,9 @@ def test_operations_on_the_pool_write_wide_and_without_atomics(on_an_h200):
 def test_other_gpus(tmp_path):
     """Every generation has its kernels; what one does not take, XLA does, and says why."""
     gpus = [arg for gpu in ("a100", "b200", "h100") for arg in ("--gpu", gpu)]
-    rows = compile_check(
-        tmp_path, *gpus, *only("bfloat16, head 64, block 16", "decode bfloat16, head 80")
-    )
-    assert len(rows) == 3 * 3
+    both = "cascade bfloat16, head 64, block 16"  # a decode and a prefill kernel
+    rows = compile_check(tmp_path, *gpus, *only(both, "decode bfloat16, head 80"))
+    assert len(rows) == 3 * 2
     for (gpu, program), row in rows.items():
         assert row["broken"] == []
         if gpu == "a100" and "head 80" in program:
@@ -318,6 +318,7 @@ def test_other_gpus(tmp_path):
             assert row["fallback"].startswith("on Ampere, head_dim 80 is none of")
         else:
             assert row["attention"] == "mosaic_gpu"
+            assert row["kernels"] == (2 if program == both else 1)
             assert row["fallback"] is None
             assert row["resources"]["spill_bytes"] == 0
 
