@@ -189,7 +189,8 @@ def _cascade(head_dim: int, block_size: int, dtype: str) -> Program:
         return step, _on(mesh, (state, q, shared))
 
     name = f"cascade {dtype}, head {head_dim}, block {block_size}"
-    return Program(name, "kernel", 1, _pool(state), _call(config, "prefill", state, dtype), build)
+    call = _call(config, "prefill", state, dtype) | dict(causal=False)
+    return Program(name, "kernel", 1, _pool(state), call, build)
 
 
 def _model_step(form: Form, name: str, config: LlamaConfig) -> Program:

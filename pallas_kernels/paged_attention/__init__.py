@@ -161,6 +161,7 @@ def paged_attention(
         query_dtype=q.dtype,
         group=q.shape[1] // num_kv_heads,
         form="decode" if max_query_len == 1 else "prefill",
+        causal=causal,
         interpret=bool(interpret),
     )
     if not len(q):

@@ -92,7 +92,7 @@ def cascade_attention(
       return_lse: whether to return the log-sum-exp too.
       **options: layer, kv_scales, scale, soft_cap, implementation, interpret: of `paged_attention`,
         for both parts. Without a name, each part takes the first implementation that runs: the
-        prefix is of the form "prefill" for `supports`, whatever the suffix is.
+        prefix is of the form "prefill" and not causal for `supports`, whatever the suffix is.
 
     Returns:
       [T, num_q_heads, head_dim] in q's dtype, with `return_lse` also f32[T, num_q_heads]: as

@@ -3,8 +3,8 @@
 Data movement: none of its own beyond the outputs of splits, which are read once and merged, and a
 sink, which scales the output. Queries that are not causal see the same keys whichever their head
 is: those of the heads of a group become rows of one product, so that a K or V byte is read once for
-128 rows (64 on Ampere) and not once for each head; they are few as a rule, and what they see is split
-instead.
+128 rows (64 on Ampere) and not once for each head; they are few as a rule, and what they see is
+split instead.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ table; the choice itself is `choose`. What is open, and why, as of JAX 0.12.0.1:
 
     int8 pages in prefill     no kernel converts them yet, on any generation.
     Ampere, head_dim 80, 96   four warps do not divide a small page of such rows (`copy_swizzle`).
-    Ampere, prefill of 256    does not fit 255 registers: 244 bytes spill.
+    Ampere, prefill of 256    does not fit 255 registers: 244 bytes spill; nor does one of 128 that
+                              is not causal: 216 bytes.
     Spills that are left      with a window and a soft cap together: 44 bytes of Ampere's decode of
                               int8 pages, head_dim 256, group 16; 4 of Blackwell's prefill of 256.
     Ampere, `cp.async`        Pallas's interpreter refuses copies without a barrier, so nothing
@@ -46,6 +47,7 @@ class Call(NamedTuple):
     query_dtype: DTypeLike | None
     group: int | None
     form: Form | None
+    causal: bool | None
 
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -89,6 +91,16 @@ _REQUIREMENTS: dict[str, tuple[tuple[Callable[[Call], bool], str], ...]] = {
         (
             lambda call: _generation(call) != 8 or call.form != "prefill" or call.head_dim != 256,
             "on Ampere, the registers do not hold a prefill of head_dim {head_dim}",
+        ),
+        (
+            lambda call: (
+                _generation(call) != 8
+                or call.form != "prefill"
+                or call.causal in (None, True)
+                or call.head_dim in (None, 64)
+            ),
+            "on Ampere, the registers do not hold a prefill of head_dim {head_dim} that is not "
+            "causal",
         ),
         (
             lambda call: call.block_size in (None, *BLOCK_SIZES),
@@ -141,6 +153,7 @@ def supports(
     query_dtype: DTypeLike | None = None,
     group: int | None = None,
     form: Form | None = None,
+    causal: bool | None = None,
     platform: str | None = None,
     compute_capability: tuple[int, int] | None = None,
 ) -> tuple[bool, str]:
@@ -148,12 +161,13 @@ def supports(
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
-      head_dim: of the pages. This and the next five: None where the answer is for any.
+      head_dim: of the pages. This and the next six: None where the answer is for any.
       block_size: tokens in a page.
       dtype: of the pages.
       query_dtype: of the queries.
       group: query heads per KV head.
       form: "decode" (one query of each sequence) or "prefill".
+      causal: whether queries see no more than what is before them.
       platform: "cpu", "gpu" or "cuda"; None for the device that is traced for.
       compute_capability: of the GPU, as in (9, 0); None likewise.
 
@@ -170,7 +184,9 @@ def supports(
     platform = platform or here
     if compute_capability is None and platform in ("gpu", "cuda"):
         compute_capability = capability
-    call = Call(platform, compute_capability, head_dim, block_size, dtype, query_dtype, group, form)
+    call = Call(
+        platform, compute_capability, head_dim, block_size, dtype, query_dtype, group, form, causal
+    )
     names = {
         name: jnp.dtype(value).name if "dtype" in name and value is not None else value
         for name, value in call._asdict().items()

@@ -20,6 +20,7 @@ AMPERE, HOPPER, BLACKWELL = (
     (dict(platform="cuda", compute_capability=(12, 0)), "the device has (12, 0)"),
     (AMPERE | dict(head_dim=80), "on Ampere, head_dim 80 is none of (64, 128, 256)"),
     (AMPERE | dict(head_dim=256, form="prefill"), "on Ampere, the registers do not hold"),
+    (AMPERE | dict(head_dim=128, form="prefill", causal=False), "head_dim 128 that is not causal"),
     (HOPPER | dict(head_dim=72), "head_dim 72 is none of (64, 80, 96, 128, 256)"),
     (HOPPER | dict(block_size=24), "block size 24 is none of (8, 16, 32, 64, 128)"),
     (HOPPER | dict(group=17), "17 query heads share a KV head"),
@@ -52,7 +53,8 @@ def test_the_gpu_kernel_runs_on_hopper_and_blackwell(gpu):
 def test_the_gpu_kernel_runs_on_ampere():
     for kind in (
         dict(head_dim=256, form="decode"),
-        dict(head_dim=128, form="prefill"),
+        dict(head_dim=128, form="prefill", causal=True),
+        dict(head_dim=64, form="prefill", causal=False),
         dict(head_dim=128, form="decode", dtype=jnp.int8, block_size=64),
     ):
         assert supports("mosaic_gpu", group=16, **(AMPERE | kind)) == (True, "")
