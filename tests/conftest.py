@@ -27,6 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # scripts tha
 collect_ignore_glob = ["data/make_*.py"]  # run in environments of their own
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Tests spend most of their time in the compiler: its results are kept, for other workers and runs.
+cache = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+jax.config.update("jax_compilation_cache_dir", str(cache))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @pytest.fixture
