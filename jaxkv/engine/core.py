@@ -61,7 +61,7 @@ class EngineCore:
         self._device = Device(model, cache, self.config)
         self._requests: dict[Hashable, Request] = {}
         self._flights: deque[Flight] = deque()
-        self._forks: list[tuple[Sequence, Sequence]] = []  # rows to copy before the next step
+        self._forks: list[tuple[Sequence, Sequence]] = []  # whose rows are to be copied
         self._outputs = Outputs(tokenizer)
         self._searching: list[Request] = []  # beam searches: their hypotheses step together
         self._numbers = itertools.count()
@@ -105,10 +105,9 @@ class EngineCore:
             if sequence.request.timings.scheduled is None:
                 sequence.request.timings.scheduled = now
         planned, traces = time.perf_counter(), trace_counts.total()
-        forks, self._forks = self._forks, []
         try:
             self._device.fill_rows(work.admitted)
-            self._device.copy_rows(forks)
+            self._copy_forked_rows()
             flight = self._device.send(work, plan)
         except Exception as error:
             self._fail(work, error, plan)
@@ -177,9 +176,7 @@ class EngineCore:
         tokens = [*sequence.tokens[sequence.scheduled :], *draft][:fits]
         plan = self.manager.take_plan()
         work = Work([], [Chunk(sequence, sequence.scheduled, len(tokens))], 1, [])
-        forks, self._forks = self._forks, []
         try:
-            self._device.copy_rows(forks)
             sampled = jax.tree.map(np.asarray, self._device.send_draft(sequence, tokens, plan))
         except Exception as error:
             self._fail(work, error, plan)
@@ -233,6 +230,7 @@ class EngineCore:
             sequence.candidates = None
         for sequence in self._scheduler.branch(request, live, chosen):
             self._finish(sequence, "stop")
+        self._copy_forked_rows()
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -254,9 +252,6 @@ class EngineCore:
             self._device.drop_processors()
 
     def _fail(self, work: Work, error: Exception, plan: Plan | None = None) -> None:
-        import traceback
-
-        traceback.print_exception(error)
         """Ends the requests of a step that failed; the others go on, from their tokens if need be.
 
         A user's logits processor that fails ends its own requests only. A plan that the step was
@@ -294,6 +289,11 @@ class EngineCore:
 
     def _forked(self, parent: Sequence, child: Sequence) -> None:
         self._forks.append((parent, child))
+
+    def _copy_forked_rows(self) -> None:
+        """Before any of them can lose its row."""
+        forks, self._forks = self._forks, []
+        self._device.copy_rows(forks)
 
     def _preempted(self, sequence: Sequence, reason: str) -> None:
         self._stats.preemptions += 1

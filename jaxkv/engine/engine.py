@@ -161,6 +161,7 @@ class Engine(EngineCore):
         if parent.status is not Status.RUNNING or not self._scheduler.fork(parent, child):
             child.processor_state = parent.processor_state
             self._scheduler.add(child)  # finds the parent's full blocks in the prefix cache
+        self._copy_forked_rows()
         return request.id
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
