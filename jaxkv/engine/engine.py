@@ -101,7 +101,7 @@ class Engine(EngineCore):
         if request_id is not None and request_id in self._requests:
             raise ConfigError(f"request {request_id!r} is running already; give another id")
         end = min(len(tokens) + params.max_tokens, self.max_len)
-        require_fits(self.manager, request_id, len(tokens), end)
+        require_fits(self.manager, len(tokens), end)
         if beams is not None:
             require_beams_fit(self.manager, beams.width, len(tokens), end)
         stop_ids = checked_stop_ids(params.stop_token_ids, self.eos_token_ids, params.ignore_eos)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.block_manager import BlockManager
@@ -37,14 +37,14 @@ def checked_prompt(
     return ids
 
 
-def require_fits(manager: BlockManager, request_id: Hashable, prompt: int, end: int) -> None:
+def require_fits(manager: BlockManager, prompt: int, end: int) -> None:
     """Raises ConfigError if the pool can never hold a sequence of this length by itself."""
     needed, usable = manager.blocks_for(end), manager.num_blocks - 1
     if needed > usable:
         raise ConfigError(
-            f"request {request_id!r} of {prompt} tokens, and {end - prompt} to generate, needs "
-            f"{needed} blocks of {manager.block_size} tokens; the pool has {usable}: raise "
-            f"num_blocks to {needed + 1} or lower max_tokens"
+            f"{prompt} tokens, and {end - prompt} to generate, need {needed} blocks of "
+            f"{manager.block_size} tokens; the pool has {usable}: raise num_blocks to {needed + 1} "
+            "or lower max_tokens"
         )
 
 

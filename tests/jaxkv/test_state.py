@@ -17,6 +17,11 @@ from jaxkv.sampling import SamplerState
 from jaxkv.state import Batch, apply_plan, pad_plan
 
 
+@nnx.jit  # op by op, the compiler would take most of the time
+def forward(model, tokens, state, batch):
+    return model(tokens, state, batch)
+
+
 def setup(model, max_seqs=4, length=21, sequences=1):
     config = jaxkv.CacheConfig.for_model(model.config, max_len=64, block_size=8, max_seqs=max_seqs)
     manager, state = jaxkv.BlockManager.for_config(config), jaxkv.init_state(config)
@@ -102,9 +107,9 @@ def test_poison_in_every_unused_slot_changes_no_output(small_model, poison):
         model = nnx.merge(graph, params)
         if poisoned:
             state = dataclasses.replace(state, kv_pages=jnp.full_like(state.kv_pages, poison))
-        logits, state = model(jnp.asarray(tokens), state, prefill)
+        logits, state = forward(model, jnp.asarray(tokens), state, prefill)
         decode = Batch.decode(np.array(rows), np.array([8, 3]), num_seqs=4, padding_row=4)
-        more, state = model(jnp.asarray(tokens[:4]), state, decode)
+        more, state = forward(model, jnp.asarray(tokens[:4]), state, decode)
         return np.asarray(logits)[:2], np.asarray(more)[:2]
 
     for clean, dirty in zip(run(False), run(True), strict=True):
@@ -117,18 +122,18 @@ def test_decodes_beside_chunks_are_what_each_is_alone(small_model, poison):
     prompt = Batch.ragged(rows[:2], [0, 0], [8, 5], num_tokens=16, num_seqs=4, padding_row=4)
     state = dataclasses.replace(state, kv_pages=jnp.full_like(state.kv_pages, poison))
     tokens = np.arange(16, dtype=np.int32)
-    _, state = small_model(jnp.asarray(tokens), state, prompt)
+    _, state = forward(small_model, jnp.asarray(tokens), state, prompt)
     one = Batch.decode(np.array(rows[:2]), np.array([8, 5]), num_seqs=2, padding_row=4)
     chunk = Batch.ragged(rows[2:], [0], [6], num_tokens=6, num_seqs=1, padding_row=4)
-    decoded, separate = small_model(jnp.asarray(tokens[:2]), state, one)
-    prefilled, separate = small_model(jnp.asarray(tokens[2:8]), separate, chunk)
+    decoded, separate = forward(small_model, jnp.asarray(tokens[:2]), state, one)
+    prefilled, separate = forward(small_model, jnp.asarray(tokens[2:8]), separate, chunk)
     both = Batch.mixed(
         np.array(rows[:2]), np.array([8, 5]), rows[2:], [0], [6],
         num_decodes=3, num_tokens=8, num_seqs=2, padding_row=4,
     )  # fmt: skip
     mixed = np.zeros(11, np.int32)
     mixed[:2], mixed[3:9] = tokens[:2], tokens[2:8]
-    logits, state = small_model(jnp.asarray(mixed), state, both)
+    logits, state = forward(small_model, jnp.asarray(mixed), state, both)
     assert np.isfinite(logits).all()
     np.testing.assert_allclose(logits[:2], decoded, atol=1e-5)
     np.testing.assert_allclose(logits[3], prefilled[0], atol=1e-5)
@@ -136,7 +141,7 @@ def test_decodes_beside_chunks_are_what_each_is_alone(small_model, poison):
     assert state.seq_lens.tolist() == separate.seq_lens.tolist()
     # Logits of any tokens: the chunk's second and its last.
     some = dataclasses.replace(both, logits_at=np.array([4, 8], np.int32))
-    again, _ = small_model(jnp.asarray(mixed), state, some)
+    again, _ = forward(small_model, jnp.asarray(mixed), state, some)
     np.testing.assert_allclose(again[1], prefilled[0], atol=1e-5)
     assert again.shape == (2, 61)
 
@@ -212,7 +217,7 @@ def test_attention_refuses_shapes_that_do_not_fit(small_model, bad):
 def test_a_prefill_of_one_token_among_padding(small_model):
     _, _, state, rows = setup(small_model)
     batch = Batch.ragged(rows, [0], [1], num_tokens=1, num_seqs=4, padding_row=4)
-    logits, state = small_model(jnp.ones(1, jnp.int32), state, batch)
+    logits, state = forward(small_model, jnp.ones(1, jnp.int32), state, batch)
     assert logits.shape == (4, 61)
     np.testing.assert_allclose(
         logits[0], small_model.dense(jnp.ones((1, 1), jnp.int32))[0, 0], atol=1e-5

@@ -98,7 +98,10 @@ def test_nothing_compiles_after_the_first_time(small_model):
             live = [r for r in live if r in engine._requests]
             engine.step()
 
+    trace_counts.clear()
     drive(250)
+    decodes, prompts = {(s, s, 1) for s in (1, 2, 4)}, {(16, 4, 1), (4 + 16, 4 + 4, 1)}
+    assert set(trace_counts) <= decodes | prompts  # what was compiled before is not traced again
     traced = trace_counts.copy()
     drive(2000)
     assert trace_counts == traced

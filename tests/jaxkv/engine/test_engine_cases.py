@@ -116,7 +116,7 @@ def test_resuming_when_the_prefix_is_gone_051(small_model, aborted):
 def test_what_never_fits_is_refused_and_blocks_nobody_057(small_model):
     cache = CacheConfig.for_model(small_model.config, max_len=64, block_size=4, num_blocks=5)
     engine = Engine(small_model, cache)
-    with pytest.raises(ConfigError, match="needs 5 blocks of 4 tokens; the pool has 4"):
+    with pytest.raises(ConfigError, match="need 5 blocks of 4 tokens; the pool has 4"):
         engine.submit(prompt_of(20), greedy(0))
     with pytest.raises(ConfigError, match="raise num_blocks to 8 or lower max_tokens"):
         engine.submit(prompt_of(8), greedy(20))
