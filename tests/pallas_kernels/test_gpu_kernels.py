@@ -73,6 +73,7 @@ def test_decode_splits(splits, monkeypatch):
     check(paged([300, 64, 5], dim=64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     dict(window=70, soft_cap=2.0, sinks=SINKS),
     *slow(dict(window=33), dict(window=1), dict(soft_cap=1.5), dict(sinks=SINKS)),
@@ -91,6 +92,7 @@ def test_decode_int8(kind):
     check(paged([150, 3], dim=dim, block=64, scale_dtype=scale_dtype))
 
 
+@pytest.mark.slow
 def test_decode_int8_of_large_blocks_with_options(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 2)
     case = paged([200, 40], dim=64, block=128, scale_dtype=jnp.float32, window=90)
@@ -112,6 +114,7 @@ def test_prefill_tiles_of_two_warpgroups():
     check(paged([150, 64], [130, 64], dim=64, heads=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [256, *slow(64)])
 def test_prefill_options(dim):
     options = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
@@ -152,6 +155,7 @@ def test_ampere_decode(kind, ampere):
     check(paged([150, 1, 0], **kind))
 
 
+@pytest.mark.slow
 def test_ampere_decode_options(ampere, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 3)
     case = paged([300, 20], dim=64, block=128, window=70)
@@ -171,6 +175,7 @@ def test_ampere_prefill(block, ampere):
     check(case)
 
 
+@pytest.mark.slow
 def test_ampere_prefill_options(ampere):
     options = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
     check(paged([200, 30], [140, 30], dim=128, heads=1, window=50), **options)
@@ -203,6 +208,7 @@ def test_prefill_that_is_not_causal(splits, monkeypatch):
     check(case, causal=False, soft_cap=1.5, sinks=SINKS[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", ["ampere", *slow("blackwell")])
 def test_prefill_that_is_not_causal_of_other_generations(generation, request, monkeypatch):
     request.getfixturevalue(generation)

@@ -59,7 +59,9 @@ def close_call(model, prompt, tokens, others):
     return logits[-1] - logits[-2] < 1e-4
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(i, marks=pytest.mark.slow) for i in range(12, 100))]
+)
 def test_each_request_gives_what_it_gives_alone(small_model, seed):
     rng = np.random.default_rng(seed)
     prefixes = [[], prompt_of(8, 1), prompt_of(13, 2), prompt_of(13, 2)[:9]]
