@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import Any
 
-from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine import AnyParams, Engine
 from jaxkv.engine.requests import RequestOutput
 from jaxkv.errors import JaxkvError
-from jaxkv.sampling_params import SamplingParams
 
 
 class AsyncEngine:
@@ -38,12 +37,13 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._queues: dict[Hashable, asyncio.Queue[RequestOutput | BaseException]] = {}
+        # None: nothing more comes.
+        self._queues: dict[Hashable, asyncio.Queue[RequestOutput | BaseException | None]] = {}
         self._lock = asyncio.Lock()  # the engine is in one thread at a time
         self._stepping: asyncio.Task[None] | None = None
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+        self, prompt: str | Sequence[int], params: AnyParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; arguments as in `Engine.submit`.
 
@@ -54,15 +54,12 @@ class AsyncEngine:
         async with self._lock:
             request_id = self.engine.submit(prompt, params, **options)
         queue = self._queues[request_id] = asyncio.Queue()
-        open_samples = params.n if isinstance(params, SamplingParams) else 1
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._run())
         try:
-            while open_samples:
-                output = await queue.get()
+            while (output := await queue.get()) is not None:
                 if isinstance(output, BaseException):
                     raise JaxkvError("the engine failed") from output
-                open_samples -= output.finished
                 yield output
         finally:
             del self._queues[request_id]
@@ -78,6 +75,9 @@ class AsyncEngine:
                 for output in outputs:
                     if (queue := self._queues.get(output.request_id)) is not None:
                         queue.put_nowait(output)
+                for request_id, queue in self._queues.items():
+                    if not self.engine.is_running(request_id):
+                        queue.put_nowait(None)
                 await asyncio.sleep(0)  # those who wait for the lock come first
         except BaseException as error:
             for queue in self._queues.values():

@@ -134,7 +134,11 @@ class EngineCore:
         try:
             sampled = jax.tree.map(np.asarray, flight.sampled)
         except Exception as error:
-            self._flights.clear()  # they follow from the one that failed
+            for lost in (flight, *self._flights):  # those after it follow from it
+                for sequence, _, count in lost.places:
+                    sequence.in_flight -= count
+            self._flights.clear()
+            self._device.lose()
             self._fail(flight.work, error)
             return
         came = time.perf_counter()
@@ -228,7 +232,11 @@ class EngineCore:
         self._stats.generated_tokens += len(live)
         for sequence in live:
             sequence.candidates = None
-        for sequence in self._scheduler.branch(request, live, chosen):
+        spare = self._scheduler.branch(request, live, chosen)
+        # More may have ended than ever lived on at once: of one token, all but one.
+        more = len(beam.results()) - len(request.samples)
+        spare += [self._scheduler.sequence(request, request.prompt) for _ in range(more)]
+        for sequence in spare:
             self._finish(sequence, "stop")
         self._copy_forked_rows()
 
@@ -248,7 +256,7 @@ class EngineCore:
         if request in self._searching:  # it ended before its search was over
             self._searching.remove(request)
         del self._requests[request.id]
-        if not any(r.processor >= 0 for r in self._requests.values()) and not self._flights:
+        if not any(r.processor >= 0 for r in self._requests.values()):
             self._device.drop_processors()
 
     def _fail(self, work: Work, error: Exception, plan: Plan | None = None) -> None:

@@ -71,6 +71,10 @@ class Device:
         """Whether a step that failed took the cache with it."""
         return is_stale(self.state) or self.sampler.token_ids.is_deleted()
 
+    def lose(self) -> None:
+        """The cache came out of a step that failed: nothing in it can be read."""
+        self.state.kv_pages.delete()
+
     def _empty(self, rows: int) -> SamplerState:
         states = tuple(
             jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, 0), processor.init())

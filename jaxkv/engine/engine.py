@@ -155,11 +155,16 @@ class Engine(EngineCore):
             old.stop_ids, old.end,
         )  # fmt: skip
         request.num_cached_tokens = old.num_cached_tokens
+        request.prompt_logprobs = old.prompt_logprobs
         child = self._scheduler.sequence(request, parent.tokens)
         child.reported, child.shown = parent.reported, parent.shown
         child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
-        if parent.status is not Status.RUNNING or not self._scheduler.fork(parent, child):
-            child.processor_state = parent.processor_state
+        runs = parent.status is Status.RUNNING
+        # Two do not compute one prompt: a child of one that is being computed waits for it.
+        if not runs or parent.prefilling or not self._scheduler.fork(parent, child):
+            child.processor_state = (
+                self._device.processor_state(parent) if runs else parent.processor_state
+            )
             self._scheduler.add(child)  # finds the parent's full blocks in the prefix cache
         self._copy_forked_rows()
         return request.id
@@ -279,6 +284,8 @@ class Engine(EngineCore):
     ) -> list[list[RequestOutput]]:
         """Runs prompts to their ends; the last output of each of their samples.
 
+        Requests that were submitted before go on beside them; their outputs meanwhile are not kept.
+
         Args:
           prompts: token ids or texts.
           params: for all, or one for each.
@@ -298,7 +305,7 @@ class Engine(EngineCore):
         except ConfigError as error:
             for request_id in ids:
                 self.abort(request_id)
-            self._outputs.take()
+            self._outputs.forget(ids)
             raise ConfigError(f"prompt {len(ids)}: {error}") from None
         last: dict[Hashable, dict[int, RequestOutput]] = {request_id: {} for request_id in ids}
         open_ids = set(ids)
@@ -314,6 +321,10 @@ class Engine(EngineCore):
                 open_ids &= self._requests.keys()
                 bar.update(task, completed=len(ids) - len(open_ids))
         return [[last[i][sample] for sample in sorted(last[i])] for i in ids]
+
+    def is_running(self, request_id: Hashable) -> bool:
+        """Whether a request has samples that go on."""
+        return request_id in self._requests
 
     @property
     def has_work(self) -> bool:

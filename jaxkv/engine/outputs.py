@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from jaxkv.engine.requests import Request, RequestOutput, Sequence
@@ -57,6 +57,7 @@ class Outputs:
         found = [at for at in ends if at >= 0]
         if found:
             sequence.text = sequence.text[: min(found)]
+            sequence.text_is_over = True
         return bool(found)
 
     def cut(self, sequence: Sequence) -> None:
@@ -67,6 +68,11 @@ class Outputs:
         if self._tokenizer is not None and sequence.request.params.detokenize:
             self._decode(sequence)
             sequence.shown = min(sequence.shown, len(sequence.text))
+
+    def forget(self, request_ids: Iterable[Hashable]) -> None:
+        """Nothing is to be told of these requests."""
+        gone = set(request_ids)
+        self._news = {s: None for s in self._news if s.request.id not in gone}
 
     def take(self) -> list[RequestOutput]:
         """Outputs of the sequences with news."""
@@ -90,7 +96,7 @@ class Outputs:
         new, first = sequence.tokens[start:], sequence.reported == 0
         text = ""
         if self._tokenizer is not None and params.detokenize:
-            if not params.stop or sequence.finish_reason != "stop":
+            if not sequence.text_is_over:
                 self._decode(sequence)
             # What may yet become a stop text is held back.
             safe = len(sequence.text)

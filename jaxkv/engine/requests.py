@@ -168,6 +168,7 @@ class Sequence:
       text: as far as it is known.
       decoded: tokens that it comes from, the prompt counted.
       searched: characters of it in which no stop text ends.
+      text_is_over: whether a stop text was found.
       shown: characters of it that outputs have given.
       detokenizer: of its output, or None.
       logprobs: of its output tokens, if kept.
@@ -194,6 +195,7 @@ class Sequence:
     text: str = ""
     decoded: int = 0
     searched: int = 0
+    text_is_over: bool = False
     shown: int = 0
     detokenizer: Any = None
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)

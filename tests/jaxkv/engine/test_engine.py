@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from engine_cases import dense_greedy, engine_of, greedy, prompt_of, run, tokens_of, verify_idle
@@ -281,6 +282,28 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
         assert outputs[request, 0].finish_reason == "error"
         assert "out of memory" in outputs[request, 0].error
     assert outputs[waits, 0].token_ids == dense_greedy(small_model, prompt_of(9), 8)
+
+
+def test_an_error_that_shows_when_the_tokens_are_fetched(small_model):
+    calls = []
+
+    def fail(length):
+        calls.append(int(length))
+        if len(calls) > 2:
+            raise RuntimeError("too often")
+        return np.float32(0)
+
+    def apply(logits, state, tokens, length):
+        zero = jax.ShapeDtypeStruct((), np.float32)
+        return logits + jax.pure_callback(fail, zero, length, vmap_method="sequential"), state
+
+    engine = engine_of(small_model, max_seqs=1)
+    bad = engine.submit(prompt_of(6), greedy(9, logits_processor=LogitsProcessor(tuple, apply)))
+    good = engine.submit(prompt_of(5), greedy(6))
+    outputs = run(engine)
+    assert outputs[good, 0].error is None
+    assert outputs[bad, 0].finish_reason == "error"
+    assert outputs[good, 0].token_ids == dense_greedy(small_model, prompt_of(5), 6)
 
 
 # -- bad input -------------------------------------------------------------------------------
