@@ -1,5 +1,6 @@
 """Shared fixtures. Everything runs on the CPU, with warnings as errors and strict promotion."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 cache = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 jax.config.update("jax_compilation_cache_dir", str(cache))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+# Small models run as fast without LLVM's optimisations, and compile in two thirds of the time.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
@@ -62,6 +65,19 @@ def small_model() -> Llama:
     return nnx.merge(graph, params)
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Checkpoint:
+@pytest.fixture
+def optimised():
+    """Compiles as users do: for what computes more than it compiles."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@functools.cache
+def loaded() -> Checkpoint:
     return load(default_model(), dtype=jnp.float32)
+
+
+@pytest.fixture
+def smollm2(optimised) -> Checkpoint:
+    return loaded()

@@ -26,11 +26,7 @@ def rows_of(
 
 
 # Op by op, the compiler would take most of the time.
-_sample = jax.jit(
-    sample,
-    static_argnames=("num_logprobs", "processors"),
-    compiler_options={"xla_backend_optimization_level": 0},
-)
+_sample = jax.jit(sample, static_argnames=("num_logprobs", "processors"))
 
 
 def choose(logits, state, lengths, rows=None, keep=None, **options):
