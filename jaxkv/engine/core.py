@@ -25,7 +25,7 @@ from jaxkv.engine.requests import (
     Timings,
     TokenLogprobs,
 )
-from jaxkv.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Work
+from jaxkv.engine.scheduler import Scheduler, SchedulerConfig, Work
 from jaxkv.engine.statistics import EngineStats
 from jaxkv.engine.steps import trace_counts
 from jaxkv.reports import Plan
@@ -110,7 +110,7 @@ class EngineCore:
             self._copy_forked_rows()
             flight = self._device.send(work, plan)
         except Exception as error:
-            self._fail(work, error, plan)
+            self._fail(_sequences(work), error, plan)
             return False
         self._scheduler.dispatched(work)
         self._flights.append(flight)
@@ -134,12 +134,11 @@ class EngineCore:
         try:
             sampled = jax.tree.map(np.asarray, flight.sampled)
         except Exception as error:
-            for lost in (flight, *self._flights):  # those after it follow from it
-                for sequence, _, count in lost.places:
-                    sequence.in_flight -= count
-            self._flights.clear()
+            self._flights.clear()  # those after it follow from it
             self._device.lose()
-            self._fail(flight.work, error)
+            self._fail(_sequences(flight.work), error)
+            for sequence in self._scheduler.waiting:
+                sequence.awaited = 0
             return
         came = time.perf_counter()
         for chunk, first in flight.prompts:
@@ -150,17 +149,11 @@ class EngineCore:
                 _token_logprobs(sampled, first + i, token, request.logprobs)
                 for i, token in enumerate(targets)
             ]
-        tokens, now, before = sampled.tokens.tolist(), self.clock(), self._stats.generated_tokens
-        for sequence, first, count in flight.places:
-            sequence.in_flight -= count
-            if sequence.request.beam is not None:
-                if sequence.status is Status.RUNNING:
-                    sequence.candidates = sampled.top_ids[first], sampled.top_logprobs[first]
-                continue
-            for place in range(first, first + count * flight.stride, flight.stride):
-                if sequence.finish_reason is not None:
-                    break
-                self._take_token(sequence, sampled, place, tokens[place], now)
+        now, before = self.clock(), self._stats.generated_tokens
+        for step in range(flight.work.num_steps):
+            self._take_decoded(flight.work, sampled, step, step * flight.stride, now)
+        for sequence, place in flight.places:
+            self._take_token(sequence, sampled, place, now)
         for request in list(self._searching):
             self._advance_search(request, now)
         stats = self._stats
@@ -172,22 +165,44 @@ class EngineCore:
             stats.decode_seconds += came - self._last_decode
         self._last_decode = came if decoding else None
 
+    def _take_decoded(self, work: Work, sampled: Any, step: int, first: int, now: float) -> None:
+        """The tokens of one decode step, which begin at place `first`."""
+        at, rows = self._scheduler.at, work.rows
+        plain = (at.keys[rows] == work.keys) & at.plain[rows] & (work.counts > step)
+        rest = np.flatnonzero(~plain & (work.counts > step))
+        sequences, tokens = work.decodes, sampled.tokens[first : first + len(rows)]
+        if not plain.all():
+            rows, tokens = rows[plain], tokens[plain]
+            sequences = [
+                s for s, is_plain in zip(sequences, plain.tolist(), strict=True) if is_plain
+            ]
+        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+            sequence.tokens.append(token)
+        at.known[rows] = known = at.known[rows] + 1
+        self._stats.generated_tokens += len(rows)
+        self._outputs.note_all(sequences)
+        stops = (at.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        for i in np.flatnonzero(stops | (known >= at.end[rows])).tolist():
+            self._finish(sequences[i], "stop" if stops[i] else "length")
+        for i in rest.tolist():
+            self._take_token(work.decodes[i], sampled, first + i, now)
+
     def _verify(self, sequence: Sequence, draft: list[int]) -> None:
         """Computes a draft's tokens in one step and takes those that the sequence would choose."""
         fits = self._scheduler.reserve_for(sequence, 1 + len(draft))
         if sequence.status is not Status.RUNNING:
             return  # not even its next token had a slot: it waits for one
-        tokens = [*sequence.tokens[sequence.scheduled :], *draft][:fits]
-        plan = self.manager.take_plan()
-        work = Work([], [Chunk(sequence, sequence.scheduled, len(tokens))], 1, [])
+        start = int(self._scheduler.at.scheduled[sequence.row])
+        tokens, plan = [*sequence.tokens[start:], *draft][:fits], self.manager.take_plan()
         try:
-            sampled = jax.tree.map(np.asarray, self._device.send_draft(sequence, tokens, plan))
+            brought = self._device.send_draft(sequence, start, tokens, plan)
+            sampled = jax.tree.map(np.asarray, brought)
         except Exception as error:
-            self._fail(work, error, plan)
+            self._fail([sequence], error, plan)
             return
         now = self.clock()
         for i, token in enumerate(sampled.tokens.tolist()[: len(tokens)]):
-            self._take_token(sequence, sampled, i, token, now)
+            self._take_token(sequence, sampled, i, now)
             right = i + 1 < len(tokens) and tokens[i + 1] == token
             if sequence.finish_reason is not None or not right:
                 break
@@ -195,17 +210,23 @@ class EngineCore:
             self._scheduler.verified(sequence)
         self._stats.steps += 1
 
-    def _take_token(
-        self, sequence: Sequence, sampled: Any, place: int, token: int, now: float
-    ) -> None:
-        request = sequence.request
+    def _take_token(self, sequence: Sequence, sampled: Any, place: int, now: float) -> None:
+        request, token = sequence.request, int(sampled.tokens[place])
+        if sequence.finish_reason is not None:
+            return
+        if request.beam is not None:
+            if sequence.status is Status.RUNNING:
+                sequence.candidates = sampled.top_ids[place], sampled.top_logprobs[place]
+            else:
+                sequence.awaited = 0
+            return
         if request.logprobs >= 0:
             logprobs = _token_logprobs(sampled, place, token, request.logprobs)
             sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs.logprob
         if request.timings.first_token is None:
             request.timings.first_token = now
-        sequence.tokens.append(token)
+        self._scheduler.take(sequence, token)
         self._stats.generated_tokens += 1
         self._outputs.note(sequence)
         if token in request.stop_ids or (
@@ -259,7 +280,7 @@ class EngineCore:
         if not any(r.processor >= 0 for r in self._requests.values()):
             self._device.drop_processors()
 
-    def _fail(self, work: Work, error: Exception, plan: Plan | None = None) -> None:
+    def _fail(self, concerned: list[Sequence], error: Exception, plan: Plan | None = None) -> None:
         """Ends the requests of a step that failed; the others go on, from their tokens if need be.
 
         A user's logits processor that fails ends its own requests only. A plan that the step was
@@ -267,8 +288,6 @@ class EngineCore:
         """
         if plan is not None and not self._device.is_lost:
             self._device.apply(plan)
-        chunks = [s for c in work.chunks for s in (c.sequence, *c.children)]
-        concerned = [*work.decodes, *chunks]
         if isinstance(error, ProcessorError):
             concerned = [s for s in concerned if s.request.processor == error.processor]
             self._device.disable_processor(error.processor)
@@ -309,6 +328,12 @@ class EngineCore:
             sequence.processor_state = self._device.processor_state(sequence)
         detail = {"reason": reason, "request": sequence.request.id, "sample": sequence.sample}
         self.manager.note(events.PREEMPT, sequence.key, detail)
+
+
+def _sequences(work: Work) -> list[Sequence]:
+    """All that a step computes something of."""
+    chunks = [s for chunk in work.chunks for s in (chunk.sequence, *chunk.children)]
+    return [*work.decodes, *chunks]
 
 
 def _logprobs_kept(params: SamplingParams) -> int:

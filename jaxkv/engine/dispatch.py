@@ -36,17 +36,17 @@ class Flight:
     """A step that was sent off.
 
     Attributes:
-      work: what it computes.
+      work: what it computes. The tokens of its decodes come first, step by step.
       sampled: what it brings; arrays on the device.
-      places: (sequence, first place among the sampled, number of its tokens) of each.
-      stride: from one token of a sequence to its next.
+      stride: from one token of a decode to its next.
+      places: (sequence, place of its token) of those whose prompt ends.
       prompts: (chunk, first place of its tokens) where their log-probabilities are wanted.
     """
 
     work: Work
     sampled: Sampled
-    places: list[tuple[Sequence, int, int]]
     stride: int
+    places: list[tuple[Sequence, int]]
     prompts: list[tuple[Chunk, int]]
 
 
@@ -154,8 +154,9 @@ class Device:
 
     def send(self, work: Work, plan: Plan) -> Flight:
         """Sends a step off; does not wait for it. Donates state and sampler."""
-        largest = _largest_logprobs(work)
-        options: dict[str, Any] = dict(num_logprobs=largest, processors=tuple(self.processors))
+        options: dict[str, Any] = dict(
+            num_logprobs=_num_logprobs(work.logprobs), processors=tuple(self.processors)
+        )
         if work.chunks:
             brings, args = self._mixed(work)
             size = max(_MIN_PLAN, self.cache.max_seqs)
@@ -173,12 +174,12 @@ class Device:
         sampled, self.state, self.sampler = step(self.state, self.sampler, padded, *args, **options)
         return Flight(work, sampled, *brings)
 
-    def send_draft(self, sequence: Sequence, tokens: list[int], plan: Plan) -> Sampled:
-        """A choice after each of `tokens`, which follow what is computed of a sequence."""
+    def send_draft(self, sequence: Sequence, start: int, tokens: list[int], plan: Plan) -> Sampled:
+        """A choice after each of `tokens`, the sequence's from position `start` on."""
         max_seqs, count = self.cache.max_seqs, len(tokens)
         num_tokens = bucket(count, self.config.prefill_buckets)
         batch = Batch.ragged(
-            [sequence.row], [sequence.scheduled], [count],
+            [sequence.row], [start], [count],
             num_tokens=num_tokens, num_seqs=min(num_tokens, max_seqs), padding_row=max_seqs,
         )  # fmt: skip
         batch = dataclasses.replace(batch, logits_at=np.arange(num_tokens, dtype=np.int32))
@@ -186,12 +187,11 @@ class Device:
         given[:count], rows[:count] = tokens, sequence.row
         # Nothing is kept: which choices count is known when all of them are.
         entries = Entries(rows, np.zeros(num_tokens, bool), np.full(num_tokens, -1, np.int32))
-        wanted = sequence.request.logprobs
         self.apply(plan)
         nothing = pad_plan(Plan.empty(), cells=_MIN_PLAN, lengths=_MIN_PLAN)
         sampled, self.state, self.sampler = self._steps.step(
             self.state, self.sampler, nothing, given, batch, entries,
-            num_logprobs=None if wanted < 0 else bucket(wanted, _LOGPROB_BUCKETS),
+            num_logprobs=_num_logprobs(sequence.request.logprobs),
             processors=tuple(self.processors),
         )  # fmt: skip
         return sampled
@@ -201,27 +201,24 @@ class Device:
         self.state = apply_plan(self.state, plan)
 
     def _decode(self, work: Work):
-        decodes = work.decodes
+        count = len(work.rows)
+        size = bucket(count, self.decode_buckets)
         batch = Batch.decode(
-            np.array([s.row for s in decodes], np.int32),
-            np.array([s.scheduled for s in decodes], np.int32),
-            num_seqs=bucket(len(decodes), self.decode_buckets),
-            padding_row=self.cache.max_seqs,
+            work.rows, work.positions, num_seqs=size, padding_row=self.cache.max_seqs
         )
-        tokens = np.full(len(batch.positions), -1, np.int32)
-        tokens[: len(decodes)] = _known_tokens(decodes)
-        places = [(s, i, min(work.num_steps, s.left)) for i, s in enumerate(decodes)]
-        return (places, len(tokens), []), (tokens, batch)
+        tokens = np.full(size, -1, np.int32)
+        tokens[:count] = work.tokens
+        return (size, [], []), (tokens, batch)
 
     def _mixed(self, work: Work):
-        decodes, chunks, max_seqs = work.decodes, work.chunks, self.cache.max_seqs
+        chunks, max_seqs, count = work.chunks, self.cache.max_seqs, len(work.rows)
         wanted = sum(chunk.count for chunk in chunks)
         num_tokens = bucket(wanted, self.config.prefill_buckets)
-        num_decodes = max_seqs if decodes else 0
+        num_decodes = max_seqs if count else 0
         num_seqs = min(num_tokens, max_seqs)
         batch = Batch.mixed(
-            np.array([s.row for s in decodes], np.int32),
-            np.array([s.scheduled for s in decodes], np.int32),
+            work.rows,
+            work.positions,
             [c.sequence.row for c in chunks],
             [c.start for c in chunks],
             [c.count for c in chunks],
@@ -229,7 +226,7 @@ class Device:
             padding_row=max_seqs,
         )  # fmt: skip
         tokens = np.full(len(batch.positions), -1, np.int32)
-        tokens[: len(decodes)] = _known_tokens(decodes)
+        tokens[:count] = work.tokens
         # Places: decodes, then a choice for each chunk's end and its children, then, where the
         # prompts' log-probabilities are wanted, all tokens of the chunks.
         ends = [c for c in chunks if c.last]
@@ -239,11 +236,8 @@ class Device:
         size = num_decodes + room + (num_tokens if whole else 0)
         at, rows = np.zeros(size, np.int32), np.full(size, max_seqs, np.int32)
         keep, targets = np.zeros(size, bool), np.full(size, -1, np.int32)
-        at[: len(decodes)] = np.arange(len(decodes))
-        rows[: len(decodes)] = batch.rows[: len(decodes)]
-        keep[: len(decodes)] = True
-        places = [(s, i, 1) for i, s in enumerate(decodes)]
-        prompts, place, token = [], num_decodes, num_decodes
+        at[:count], rows[:count], keep[:count] = np.arange(count), work.rows, True
+        places, prompts, place, token = [], [], num_decodes, num_decodes
         for chunk in chunks:
             if whole and chunk.sequence.request.wants_prompt_logprobs:
                 first = room + token
@@ -256,22 +250,12 @@ class Device:
             if chunk.last:
                 for sequence in (chunk.sequence, *chunk.children):
                     at[place], rows[place], keep[place] = token - 1, sequence.row, True
-                    places.append((sequence, place, 1))
+                    places.append((sequence, place))
                     place += 1
         batch = dataclasses.replace(batch, logits_at=at)
-        return (places, 1, prompts), (tokens, batch, Entries(rows, keep, targets))
+        return (size, places, prompts), (tokens, batch, Entries(rows, keep, targets))
 
 
-def _known_tokens(decodes: list[Sequence]) -> list[int]:
-    """The tokens that decodes consume, where the host has seen them; -1 elsewhere."""
-    return [s.tokens[s.scheduled] if s.scheduled < len(s.tokens) else -1 for s in decodes]
-
-
-def _largest_logprobs(work: Work) -> int | None:
+def _num_logprobs(wanted: int) -> int | None:
     """How many likeliest tokens a step must report; None: no log-probabilities."""
-    wanted = -1
-    for sequence in work.decodes:
-        wanted = max(wanted, sequence.request.logprobs)
-    for chunk in work.chunks:
-        wanted = max(wanted, chunk.sequence.request.logprobs)
     return None if wanted < 0 else bucket(wanted, _LOGPROB_BUCKETS)

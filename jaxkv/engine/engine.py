@@ -161,7 +161,11 @@ class Engine(EngineCore):
         child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
         runs = parent.status is Status.RUNNING
         # Two do not compute one prompt: a child of one that is being computed waits for it.
-        if not runs or parent.prefilling or not self._scheduler.fork(parent, child):
+        if (
+            not runs
+            or self._scheduler.at.prefilling(parent)
+            or not self._scheduler.fork(parent, child)
+        ):
             child.processor_state = (
                 self._device.processor_state(parent) if runs else parent.processor_state
             )
@@ -186,7 +190,7 @@ class Engine(EngineCore):
             raise JaxkvError(f"request {request_id!r} has a logits processor: its state stays")
         if not num_tokens:
             return
-        del sequence.tokens[-num_tokens:]
+        sequence.tokens = sequence.tokens[:-num_tokens]
         if sequence.logprobs:
             gone = sequence.logprobs[-num_tokens:]
             del sequence.logprobs[-num_tokens:]
@@ -223,13 +227,14 @@ class Engine(EngineCore):
             raise JaxkvError(f"request {request_id!r} has a logits processor: verify cannot run it")
         known = len(sequence.request.prompt) + sequence.reported
         if sequence.finish_reason is None:
-            if sequence.status is not Status.RUNNING or sequence.prefilling:
+            at = self._scheduler.at
+            if sequence.status is not Status.RUNNING or at.prefilling(sequence):
                 raise JaxkvError(
                     f"the tokens of request {request_id!r} are to be computed: step first"
                 )
             came = sequence.tokens[known:]  # by steps that were under way
             draft = draft[len(came) :] if draft[: len(came)] == came else []
-            room = min(sequence.left, self.config.max_tokens_per_step) - 1
+            room = min(at.left(sequence), self.config.max_tokens_per_step) - 1
             self._verify(sequence, draft[:room])
         return sequence.tokens[known:]
 

@@ -28,6 +28,10 @@ class Outputs:
         if request.beam is None and request.params.num_samples == request.params.n:
             self._news[sequence] = None
 
+    def note_all(self, sequences: Iterable[Sequence]) -> None:
+        """Something about each is to be told, at once."""
+        self._news.update(dict.fromkeys(sequences))
+
     def choose(self, request: Request) -> None:
         """The best hypotheses of a beam search; the best samples where some were drawn to spare."""
         params, best = request.params, request.beam and request.beam.results()
@@ -92,30 +96,31 @@ class Outputs:
 
     def _output(self, sequence: Sequence) -> RequestOutput:
         request, params = sequence.request, sequence.request.params
-        start = len(request.prompt) + sequence.reported
-        new, first = sequence.tokens[start:], sequence.reported == 0
-        text = ""
-        if self._tokenizer is not None and params.detokenize:
-            if not sequence.text_is_over:
-                self._decode(sequence)
-            # What may yet become a stop text is held back.
-            safe = len(sequence.text)
-            if sequence.finish_reason is None:
-                safe -= _could_begin(sequence.text, params.stop)
-            text = sequence.text[sequence.shown : safe]
-            sequence.shown = max(sequence.shown, safe)
+        tokens, reported = sequence.tokens, sequence.reported
+        new = tokens[len(request.prompt) + reported :]
+        sequence.reported = reported + len(new)
         keeps = request.logprobs >= 0
-        output = RequestOutput(
-            request.id, sequence.sample, new, text, sequence.tokens[len(request.prompt) :],
-            sequence.text[: sequence.shown], sequence.finish_reason, sequence.error, request.prompt,
-            request.num_cached_tokens or 0,
-            sequence.logprobs[sequence.reported :] if params.logprobs is not None else None,
-            request.prompt_logprobs if first else None,
+        return RequestOutput(
+            request.id, sequence.sample, new,
+            self._new_text(sequence) if self._tokenizer is not None and params.detokenize else "",
+            sequence.reported, sequence.text[: sequence.shown], sequence.finish_reason,
+            sequence.error, request.prompt, request.num_cached_tokens or 0,
+            sequence.logprobs[reported:] if keeps and params.logprobs is not None else None,
+            None if reported else request.prompt_logprobs,
             sequence.cumulative_logprob if keeps else None, sequence.num_preemptions,
-            request.timings,
+            request.timings, tokens,
         )  # fmt: skip
-        sequence.reported += len(new)
-        return output
+
+    def _new_text(self, sequence: Sequence) -> str:
+        """What can be shown since the last output; what may yet become a stop text is held back."""
+        if not sequence.text_is_over:
+            self._decode(sequence)
+        safe = len(sequence.text)
+        if sequence.finish_reason is None:
+            safe -= _could_begin(sequence.text, sequence.request.params.stop)
+        text = sequence.text[sequence.shown : safe]
+        sequence.shown = max(sequence.shown, safe)
+        return text
 
 
 def _mean_logprob(sequence: Sequence) -> float:

@@ -56,7 +56,7 @@ class RequestOutput:
       sample: which of its samples.
       new_token_ids: tokens of this step.
       new_text: the text that they complete; "" without a tokenizer.
-      token_ids: all tokens so far, the end token included.
+      num_tokens: tokens so far, the end token included.
       text: all text so far, up to a stop text.
       finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
         (max_tokens or the cache's longest sequence), "abort", or "error".
@@ -74,7 +74,7 @@ class RequestOutput:
     sample: int
     new_token_ids: list[int]
     new_text: str
-    token_ids: list[int]
+    num_tokens: int
     text: str
     finish_reason: FinishReason | None
     error: str | None
@@ -85,6 +85,13 @@ class RequestOutput:
     cumulative_logprob: float | None
     num_preemptions: int
     timings: Timings
+    _tokens: list[int] = dataclasses.field(repr=False)  # of the sequence, which goes on growing
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far, the end token included."""
+        first = len(self.prompt_ids)
+        return self._tokens[first : first + self.num_tokens]
 
     @property
     def finished(self) -> bool:
@@ -156,12 +163,11 @@ class Sequence:
       key: its name in the block manager.
       request: whose.
       sample: its number; part of the keys of its random draws.
-      tokens: prompt and output, as far as the host knows them.
+      tokens: prompt and output, as far as the host knows them. Outputs hold the list: tokens are
+        appended to it, and a list of its own takes its place where some are taken back.
       status: see there.
       row: of the block table and of the sampler; -1 without blocks.
-      scheduled: leading positions whose KV has been computed, or is being.
-      appended: leading tokens that the block manager knows.
-      in_flight: tokens that have been sampled, or are being, and that the host has not seen.
+      awaited: tokens that were still on their way when it lost its row.
       finish_reason: None while it goes on.
       error: what went wrong.
       reported: tokens that outputs have given.
@@ -186,9 +192,7 @@ class Sequence:
     tokens: list[int]
     status: Status = Status.NEW
     row: int = -1
-    scheduled: int = 0
-    appended: int = 0
-    in_flight: int = 0
+    awaited: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
     reported: int = 0
@@ -204,20 +208,3 @@ class Sequence:
     processor_state: Any = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether tokens that the manager got with the sequence are still to be computed."""
-        return self.scheduled < self.appended
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it can bring its next token: its last one may still be on its way."""
-        if self.prefilling or self.left <= 0:
-            return False
-        return self.request.beam is None or (self.candidates is None and not self.in_flight)
-
-    @property
-    def left(self) -> int:
-        """Tokens that it may still bring, those in flight not counted."""
-        return self.request.end - len(self.tokens) - self.in_flight

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv.block_manager import BlockManager
 from jaxkv.engine.beam import Continuation
+from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.errors import ConfigError, OutOfBlocksError
 from jaxkv.sequence_table import Rows
@@ -91,15 +92,27 @@ class Work:
 
     Attributes:
       decodes: sequences that bring one token each, or `num_steps`.
+      rows: i64[n]; theirs.
+      keys: i64[n]; theirs.
+      positions: i64[n]; of the tokens that they consume first.
+      tokens: i64[n]; these tokens, where the host has seen them; -1 elsewhere.
+      counts: i64[n]; how many each brings at most.
       chunks: of prompts, and of what preempted sequences must compute again.
       num_steps: decode steps of this dispatch; 1 where there are chunks.
       admitted: sequences that got a row for this step.
+      logprobs: the most likeliest tokens that one of them wants reported; -1: none wants any.
     """
 
     decodes: list[Sequence]
+    rows: np.ndarray
+    keys: np.ndarray
+    positions: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
     chunks: list[Chunk]
     num_steps: int
     admitted: list[Sequence]
+    logprobs: int
 
 
 class Scheduler:
@@ -124,8 +137,10 @@ class Scheduler:
         self._forked, self._preempted = forked, preempted
         self.waiting: list[Sequence] = []  # by order
         self.running: list[Sequence] = []  # by order
+        self.at = Progress(manager.max_seqs)
+        self._in_order: np.ndarray | None = None  # rows of the running ones, until they change
         self._computing: dict[bytes, Sequence] = {}  # hash of a block: who is computing it
-        self._selected: tuple[list[int], Rows] | None = None
+        self._selected: tuple[np.ndarray, Rows] | None = None  # keys, and what they were last
         self._keys = itertools.count()
 
     # -- coming and going --------------------------------------------------------------------
@@ -149,14 +164,28 @@ class Scheduler:
             self._release(sequence)
         sequence.status = Status.FINISHED
 
+    def _runs(self, sequence: Sequence, row: int, *, scheduled: int, appended: int) -> None:
+        """A sequence has got blocks and a row."""
+        bisect.insort(self.running, sequence, key=_order)
+        sequence.status, self._in_order = Status.RUNNING, None
+        self.at.open(sequence, row, scheduled=scheduled, appended=appended)
+
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._in_order = None
         if sequence.error is None:
-            self._sync([sequence])
+            self._sync(np.array([sequence.row]))
         self.manager.free(sequence.key)
         self._computed(sequence)
-        sequence.row = -1
-        sequence.scheduled = sequence.appended = 0
+        self.at.close(sequence)
+
+    def take(self, sequence: Sequence, token: int) -> None:
+        """A token has come to the host, whether the sequence still has its row or not."""
+        sequence.tokens.append(token)
+        if sequence.status is Status.RUNNING:
+            self.at.known[sequence.row] += 1
+        else:
+            sequence.awaited -= 1
 
     def preempt(self, sequence: Sequence, reason: str) -> None:
         """Takes a sequence's blocks; what it had computed may be found again when it resumes.
@@ -175,124 +204,159 @@ class Scheduler:
 
     def schedule(self) -> Work | None:
         """The next step; None if there is nothing that can be done before tokens come back."""
-        decodes = self._reserve([s for s in self.running if s.decodes])
+        at, rows = self.at, self._rows()
+        scheduled = at.scheduled[rows]
+        decoding = scheduled >= at.appended[rows]  # its prompt is computed
+        decoding &= scheduled + 1 < at.end[rows]  # tokens in flight are not the last
+        decoding &= (at.known[rows] > scheduled) | ~at.stepwise[rows]
+        rows = self._reserve(rows if decoding.all() else rows[decoding])
         budget = self.config.max_tokens_per_step
         chunks: list[Chunk] = []
-        for sequence in self.running:
-            if budget and sequence.prefilling:
-                chunks.append(self._chunk(sequence, budget))
+        running = self._rows()
+        for row in running[at.scheduled[running] < at.appended[running]].tolist():
+            if budget:
+                chunks.append(self._chunk(row, budget))
                 budget -= chunks[-1].count
         admitted: list[Sequence] = []
         budget = self._admit(chunks, admitted, budget)
         num_steps = 1
-        alone = not chunks and not any(s.request.beam for s in decodes)
-        if decodes and alone and self.config.decode_steps_per_dispatch > 1:
-            decodes, num_steps = self._reserve_ahead(decodes)
-        if not decodes and not chunks:
+        alone = not chunks and not at.stepwise[rows].any()
+        if len(rows) and alone and self.config.decode_steps_per_dispatch > 1:
+            rows, num_steps = self._reserve_ahead(rows)
+        if not len(rows) and not chunks:
             return None
         for chunk in chunks:
             if chunk.last and chunk.sequence.request.unforked:
                 chunk.children = self._fork_all(chunk.sequence)
-        return Work(decodes, chunks, num_steps, admitted)
+        return self._work(rows, chunks, num_steps, admitted)
+
+    def _work(
+        self, rows: np.ndarray, chunks: list[Chunk], num_steps: int, admitted: list[Sequence]
+    ) -> Work:
+        at = self.at
+        decodes = [at.sequences[row] for row in rows.tolist()]
+        positions = at.scheduled[rows]
+        tokens = np.full(len(rows), -1, np.int64)
+        for i in np.flatnonzero(at.known[rows] > positions).tolist():
+            tokens[i] = decodes[i].tokens[positions[i]]
+        wanted = [chunk.sequence.request.logprobs for chunk in chunks]
+        return Work(
+            decodes, rows, at.keys[rows], positions, tokens,
+            np.minimum(at.end[rows] - positions - 1, num_steps), chunks, num_steps, admitted,
+            max([-1, *wanted, *at.logprobs[rows].tolist()]),
+        )  # fmt: skip
 
     def dispatched(self, work: Work) -> None:
         """The step is on its way: the KV of its positions counts as computed."""
-        for sequence in work.decodes:
-            steps = min(work.num_steps, sequence.left)
-            sequence.scheduled += steps
-            sequence.in_flight += steps
+        self.at.scheduled[work.rows] += work.counts
         keys, counts = [], []
         for chunk in work.chunks:
             for sequence in (chunk.sequence, *chunk.children):
-                sequence.scheduled = chunk.start + chunk.count
-                sequence.in_flight += chunk.last
+                self.at.scheduled[sequence.row] = chunk.start + chunk.count
                 keys.append(sequence.key)
                 counts.append(chunk.count)
             if chunk.last:
                 self._computed(chunk.sequence)
         # Steps run in the order in which they are sent off: whoever finds these blocks from now on
         # reads them later.
-        self.manager.commit_batch(keys, counts)
+        if keys:
+            self.manager.commit_batch(keys, counts)
+
+    def _rows(self) -> np.ndarray:
+        """Rows of the running sequences, in order."""
+        if self._in_order is None:
+            self._in_order = np.array([s.row for s in self.running], np.int64)
+        return self._in_order
 
     # -- blocks ------------------------------------------------------------------------------
 
-    def _reserve(self, decodes: list[Sequence], num_steps: int = 1) -> list[Sequence]:
+    def _reserve(self, rows: np.ndarray, num_steps: int = 1) -> np.ndarray:
         """Slots for what these sequences write next; who still has blocks afterwards.
 
         The last to come loses its blocks first. The first to come can always go on: everything
         else can be taken from the others, and what never fits was refused when it came.
         """
-        while decodes:
-            slots = [s.scheduled + min(num_steps, s.left) - s.appended for s in decodes]
+        at = self.at
+        while len(rows):
+            scheduled = at.scheduled[rows]
+            slots = scheduled + np.minimum(num_steps, at.end[rows] - scheduled - 1)
             try:
-                self.manager.reserve(self._select(decodes), slots)
+                self.manager.reserve(self._select(rows), slots - at.appended[rows])
                 break
             except OutOfBlocksError as error:
                 if num_steps > 1:
                     raise
                 reason = f"{error.asked} blocks were asked for, {error.free} were free"
                 self.preempt(self.running[-1], reason)
-                decodes = [s for s in decodes if s.status is Status.RUNNING]
-        self._sync(decodes)
-        return decodes
+                rows = rows[at.keys[rows] >= 0]
+        self._sync(rows)
+        return rows
 
-    def _reserve_ahead(self, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
+    def _reserve_ahead(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
         """More slots for several steps at once, if there are blocks for it."""
         num_steps = self.config.decode_steps_per_dispatch
         try:
-            return self._reserve(decodes, num_steps), num_steps
+            return self._reserve(rows, num_steps), num_steps
         except OutOfBlocksError:
-            return decodes, 1
+            return rows, 1
 
-    def _sync(self, sequences: list[Sequence]) -> None:
+    def _sync(self, rows: np.ndarray) -> None:
         """Tells the manager the tokens that have come, for positions that have been computed."""
-        behind = [s for s in sequences if s.appended < min(len(s.tokens), s.scheduled)]
-        while behind:
-            self.manager.append_batch(
-                self._select(behind), np.array([s.tokens[s.appended] for s in behind])
-            )
-            for s in behind:
-                s.appended += 1
-            self.manager.commit_batch(self._select(behind), [1] * len(behind))
-            behind = [s for s in behind if s.appended < min(len(s.tokens), s.scheduled)]
+        at = self.at
+        while True:
+            behind = at.appended[rows] < np.minimum(at.known[rows], at.scheduled[rows])
+            rows = rows if behind.all() else rows[behind]
+            if not len(rows):
+                return
+            positions = at.appended[rows]
+            tokens = [
+                at.sequences[row].tokens[position]
+                for row, position in zip(rows.tolist(), positions.tolist(), strict=True)
+            ]
+            self.manager.append_batch(self._select(rows), np.array(tokens))
+            at.appended[rows] = positions + 1
+            self.manager.commit_batch(self._select(rows), np.ones(len(rows), np.int64))
 
-    def _select(self, sequences: list[Sequence]) -> Rows:
-        """Rows in the manager; those of the last call are kept."""
-        keys = [s.key for s in sequences]
-        if self._selected is None or self._selected[0] != keys:
-            self._selected = keys, self.manager.select(keys)
+    def _select(self, rows: np.ndarray) -> Rows:
+        """Rows as the manager names them; those of the last call are kept."""
+        keys = self.at.keys[rows]
+        if self._selected is None or not np.array_equal(self._selected[0], keys):
+            self._selected = keys, self.manager.select(keys.tolist())
         return self._selected[1]
 
     # -- what a user takes back or guesses ---------------------------------------------------
 
     def cut(self, sequence: Sequence) -> None:
         """Some of the sequence's last tokens are no more."""
-        length = len(sequence.tokens)
         if sequence.status is not Status.RUNNING:
             return
+        at, row, length = self.at, sequence.row, len(sequence.tokens)
+        at.known[row] = length
         # The last token is computed again, since its logits are wanted.
-        sequence.scheduled = min(sequence.scheduled, length - 1)
-        sequence.appended = min(sequence.appended, length)
-        if sequence.appended > sequence.scheduled >= length - 1:
-            sequence.appended = sequence.scheduled
-        self.manager.truncate(sequence.key, sequence.appended)
+        at.scheduled[row] = min(at.scheduled[row], length - 1)
+        at.appended[row] = min(at.appended[row], length)
+        if at.appended[row] > at.scheduled[row] >= length - 1:
+            at.appended[row] = at.scheduled[row]
+        self.manager.truncate(sequence.key, int(at.appended[row]))
 
     def reserve_for(self, sequence: Sequence, count: int) -> int:
         """Slots for the next tokens of one sequence: `count`, or 1 if there are not so many."""
-        slots = sequence.scheduled + count - sequence.appended
+        at, rows = self.at, np.array([sequence.row])
+        slots = int(at.scheduled[sequence.row]) + count - int(at.appended[sequence.row])
         try:
             self.manager.reserve([sequence.key], slots)
         except OutOfBlocksError:
-            self._reserve([sequence])
+            self._reserve(rows)
             return 1
-        self._sync([sequence])
+        self._sync(rows)
         return count
 
     def verified(self, sequence: Sequence) -> None:
         """All but the last of its tokens are computed; slots of a wrong draft go back."""
-        sequence.scheduled = len(sequence.tokens) - 1
-        self._sync([sequence])
-        self.manager.truncate(sequence.key, sequence.appended)
+        row = sequence.row
+        self.at.scheduled[row] = len(sequence.tokens) - 1
+        self._sync(np.array([row]))
+        self.manager.truncate(sequence.key, int(self.at.appended[row]))
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -302,7 +366,7 @@ class Scheduler:
         while budget and deferred < len(self.waiting):
             sequence = self.waiting[deferred]
             request = sequence.request
-            if sequence.in_flight:  # preempted so lately that its last token has not come yet
+            if sequence.awaited:  # preempted so lately that its last token has not come yet
                 break
             if self._must_wait_for_prefix(sequence):
                 deferred += 1
@@ -317,21 +381,23 @@ class Scheduler:
             if request.wants_prompt_logprobs:
                 request.prompt_logprobs = []
             del self.waiting[deferred]
-            bisect.insort(self.running, sequence, key=_order)
-            sequence.status, sequence.row = Status.RUNNING, allocation.row
-            sequence.scheduled = allocation.num_cached_tokens
-            sequence.appended = len(sequence.tokens)
+            self._runs(
+                sequence, allocation.row, scheduled=allocation.num_cached_tokens,
+                appended=len(sequence.tokens),
+            )  # fmt: skip
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = allocation.num_cached_tokens
             admitted.append(sequence)
             self._computes(sequence)
-            chunks.append(self._chunk(sequence, budget))
+            chunks.append(self._chunk(allocation.row, budget))
             budget -= chunks[-1].count
         return budget
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        left = sequence.appended - sequence.scheduled
-        return Chunk(sequence, sequence.scheduled, min(left, budget))
+    def _chunk(self, row: int, budget: int) -> Chunk:
+        start, end = int(self.at.scheduled[row]), int(self.at.appended[row])
+        sequence = self.at.sequences[row]
+        assert sequence is not None
+        return Chunk(sequence, start, min(end - start, budget))
 
     def _fork_all(self, parent: Sequence) -> list[Sequence]:
         """The other samples of a request; those for which there is no row wait for their own."""
@@ -347,14 +413,14 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """The child runs from where its parent is; False, and nothing done, without a free row."""
-        self._sync([parent])
+        self._sync(np.array([parent.row]))
         try:
             self.manager.fork(parent.key, child.key)
         except OutOfBlocksError:
             return False
-        child.status, child.row = Status.RUNNING, self.manager.row(child.key)
-        child.scheduled, child.appended = parent.scheduled, parent.appended
-        bisect.insort(self.running, child, key=_order)
+        scheduled, appended = (int(x[parent.row]) for x in (self.at.scheduled, self.at.appended))
+        row = self.manager.row(child.key)
+        self._runs(child, row, scheduled=scheduled, appended=appended)
         self._forked(parent, child)
         return True
 
@@ -368,7 +434,7 @@ class Scheduler:
         Returns:
           The sequences that are not needed any more.
         """
-        self._sync(live)
+        self._sync(np.array([s.row for s in live]))
         tokens = [s.tokens for s in live]
         # A hypothesis that lives on stays in its row, once; its other continuations move.
         rows: list[int | None] = [None] * len(chosen)
@@ -394,6 +460,7 @@ class Scheduler:
             self.manager.reorder([s.key for s in live], parents)
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
+            self.at.known[sequence.row] = len(sequence.tokens)
             sequence.cumulative_logprob = one.logprob
         return [live[row] for row in spare]
 
@@ -417,7 +484,7 @@ class Scheduler:
     def _computes(self, sequence: Sequence) -> None:
         """Says that a sequence is computing its blocks."""
         if self.manager.prefix_index is not None and self.config.defer_shared_prefixes:
-            found = sequence.scheduled // self.manager.block_size
+            found = int(self.at.scheduled[sequence.row]) // self.manager.block_size
             for block_hash in self._hashes(sequence)[found:]:
                 self._computing.setdefault(block_hash, sequence)
 

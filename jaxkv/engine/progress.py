@@ -1,0 +1,79 @@
+"""How far each running sequence is, in arrays by row: a step over thousands is a few calls.
+
+Host code: imports no JAX.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxkv.engine.requests import Sequence
+from jaxkv.sampling_params import MAX_STOP_TOKENS
+
+
+class Progress:
+    """Columns with one entry for each row of the block table.
+
+    Attributes:
+      sequences: whose row it is; None: nobody's.
+      keys: i64[R]; their keys, -1 for nobody's. A key never comes back.
+      known: i64[R]; tokens that the host has seen, the prompt included.
+      scheduled: i64[R]; leading positions whose KV has been computed, or is being.
+      appended: i64[R]; leading tokens that the block manager knows.
+      end: i64[R]; length at which the sequence ends.
+      logprobs: i64[R]; likeliest tokens to report; -1: no log-probabilities.
+      stop_ids: i64[R, MAX_STOP_TOKENS]; -1 where unused.
+      plain: bool[R]; its tokens are appended and told, and nothing else is done with them.
+      stepwise: bool[R]; its next step follows from the tokens of this one, as in a beam search.
+    """
+
+    def __init__(self, max_seqs: int):
+        self.sequences: list[Sequence | None] = [None] * max_seqs
+        self._columns = np.zeros((6, max_seqs), np.int64)
+        self.keys, self.known, self.scheduled, self.appended, self.end, self.logprobs = (
+            self._columns
+        )
+        self.keys[:] = -1
+        self.stop_ids = np.full((max_seqs, MAX_STOP_TOKENS), -1, np.int64)
+        self.plain = np.zeros(max_seqs, bool)
+        self.stepwise = np.zeros(max_seqs, bool)
+
+    def open(self, sequence: Sequence, row: int, *, scheduled: int, appended: int) -> None:
+        """A sequence has got a row."""
+        request, params = sequence.request, sequence.request.params
+        sequence.row, self.sequences[row] = row, sequence
+        self._columns[:, row] = (
+            sequence.key, len(sequence.tokens), scheduled, appended, request.end, request.logprobs
+        )  # fmt: skip
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        self.stepwise[row] = request.beam is not None
+        self.plain[row] = (
+            request.logprobs < 0
+            and not params.stop
+            and request.beam is None
+            and params.num_samples == params.n
+        )
+
+    def close(self, sequence: Sequence) -> None:
+        """A sequence has lost its row."""
+        sequence.awaited = self.in_flight(sequence)
+        self.sequences[sequence.row], self.keys[sequence.row] = None, -1
+        sequence.row = -1
+
+    # -- one sequence ------------------------------------------------------------------------
+
+    def prefilling(self, sequence: Sequence) -> bool:
+        """Whether tokens that the manager got with the sequence are still to be computed."""
+        return bool(self.scheduled[sequence.row] < self.appended[sequence.row])
+
+    def in_flight(self, sequence: Sequence) -> int:
+        """Tokens that have been sampled, or are being, and that the host has not seen."""
+        if self.prefilling(sequence):
+            return 0
+        return int(self.scheduled[sequence.row] + 1 - self.known[sequence.row])
+
+    def left(self, sequence: Sequence) -> int:
+        """Tokens that it may still bring, those in flight not counted."""
+        row = sequence.row
+        return int(self.end[row] - self.known[row]) - self.in_flight(sequence)
