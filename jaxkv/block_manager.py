@@ -202,8 +202,8 @@ class BlockManager(ManagerView):
             )
         table.computed[rows] = after
         full = table.split(after)[0] > table.split(before)[0]
-        for row in rows[full].tolist():
-            self._sequences.publish(row)
+        if np.count_nonzero(full):
+            self._sequences.publish_all(rows[full])
         if self.sliding_window is not None:
             for row in rows.tolist():
                 self._sequences.drop_behind_window(row)

@@ -18,7 +18,7 @@ from jaxkv.block_tree import GONE, ROOT, BlockTree
 from jaxkv.errors import JaxkvError
 from jaxkv.eviction import NONE
 from jaxkv.partial_index import PartialIndex
-from jaxkv.prefix_index import PrefixIndex
+from jaxkv.prefix_index import HashIndex, PrefixIndex
 from jaxkv.retention import Retention
 from jaxkv.sliding_window import longest_hit
 
@@ -269,14 +269,8 @@ class BlockPool:
         self, keys: BlockKeys, start: int, parent: int, blocks: np.ndarray, namespace: Any
     ) -> None:
         hashes = keys.hashes()[start : start + len(blocks)]
-        now = self.clock()
-        self.indexed[blocks] = True
-        for block, key in zip(blocks.tolist(), hashes, strict=True):
-            self.hashes[block] = key
         self.tree.add(blocks, parent)
-        self.stored_at[blocks] = self.last_access[blocks] = now
-        self.access_counts[blocks] = 0
-        self.policy.stored(blocks, hashes, now)
+        self._store(blocks, hashes)
         if self.partial is not None:
             for i, block in enumerate(blocks.tolist()):
                 self.partial.add(keys, start + i, parent if i == 0 else int(blocks[i - 1]), block)
@@ -289,6 +283,28 @@ class BlockPool:
                     token_ids=row.tolist(), namespace=namespace,
                 )  # fmt: skip
                 previous = key
+
+    def _store(self, blocks: np.ndarray, hashes: list[bytes]) -> None:
+        now = self.clock()
+        self.indexed[blocks] = True
+        for block, key in zip(blocks.tolist(), hashes, strict=True):
+            self.hashes[block] = key
+        self.stored_at[blocks] = self.last_access[blocks] = now
+        self.access_counts[blocks] = 0
+        self.policy.stored(blocks, hashes, now)
+
+    def leaf_index(self) -> HashIndex | None:
+        """The index, if `publish_leaves` can take the place of `publish`."""
+        plain = self.leaf_first and self.partial is None and not self.listening
+        return self.index if plain and isinstance(self.index, HashIndex) else None
+
+    def publish_leaves(self, parents: np.ndarray, blocks: np.ndarray, hashes: list[bytes]) -> None:
+        """`publish` of one block below each of these parents, whose hashes are not in the index."""
+        index = self.leaf_index()
+        assert index is not None
+        index.add_leaves(hashes, blocks.tolist())
+        self.tree.add_leaves(blocks, parents)
+        self._store(blocks, hashes)
 
     def withdraw(self, block: int, reason: str) -> None:
         """No lookup finds the block any more, nor what nothing can reach without it."""

@@ -24,6 +24,15 @@ class BlockTree:
         self._next[blocks] = self._previous[blocks] = 0
         self.attach(int(blocks[0]), parent)
 
+    def add_leaves(self, blocks: np.ndarray, parents: np.ndarray) -> None:
+        """New blocks, each below its parent, which is none of them."""
+        self._first_child[blocks] = self._next[blocks] = self._previous[blocks] = 0
+        if len(set(parents.tolist())) == len(parents) and not self._first_child[parents].any():
+            self.parents[blocks], self._first_child[parents] = parents, blocks
+        else:
+            for block, parent in zip(blocks.tolist(), parents.tolist(), strict=True):
+                self.attach(block, parent)
+
     def attach(self, block: int, parent: int) -> None:
         """Puts a block without siblings below `parent`."""
         self.parents[block] = parent

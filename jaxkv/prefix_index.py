@@ -118,6 +118,13 @@ class HashIndex:
                 self._media[block] = media
         return count
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def add_leaves(self, hashes: list[bytes], blocks: list[int]) -> None:
+        """`add` of one block each, with hashes that are not there, behind indexed blocks."""
+        self._blocks.update(zip(hashes, blocks, strict=True))
+
     def remove(self, block: int, block_hash: bytes) -> None:
         del self._blocks[block_hash]
         self._roots.pop(block, None)

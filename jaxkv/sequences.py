@@ -15,6 +15,7 @@ from jaxkv.block_keys import BlockKeys, HashFunction, canonical
 from jaxkv.block_pool import BlockPool
 from jaxkv.block_tree import ROOT
 from jaxkv.limits import Limits
+from jaxkv.prefix_index import HashIndex
 from jaxkv.sequence_table import NULL_BLOCK, Origin, Rows, SequenceTable
 from jaxkv.sliding_window import blocks_behind
 
@@ -141,6 +142,45 @@ class Sequences:
                 table.slot_end[row] = (block + 1) * self._size
 
     # -- what others may find ----------------------------------------------------------------
+
+    def publish_all(self, rows: np.ndarray) -> None:
+        """`publish` of each row; those that have filled one block more, as in a decode step, at
+        once."""
+        index = self._pool.leaf_index() if len(rows) > 1 else None
+        rest = rows.tolist() if index is None else self._publish_leaves(rows, index)
+        for row in rest:
+            self.publish(row)
+
+    def _publish_leaves(self, rows: np.ndarray, index: HashIndex) -> list[int]:
+        """Publishes the rows that hang one new block below a published one; the other rows."""
+        table, pool = self._table, self._pool
+        columns = table.published[rows]
+        blocks, parents = table.blocks[rows, columns], table.blocks[rows, columns - 1]
+        one = (table.split(table.computed[rows])[0] == columns + 1) & (columns > 0)
+        one &= pool.indexed[parents]
+        contents = BlockKeys(b"", pool.tokens[blocks]).contents()
+        leaves: dict[bytes, int] = {}  # hash: index in `rows`
+        rest = []
+        for i, (row, column, parent) in enumerate(
+            zip(rows.tolist(), columns.tolist(), parents.tolist(), strict=True)
+        ):
+            origin = self.origin(row)
+            plain = origin.publishes and not origin.priority and column not in origin.media
+            if plain and one[i] and not pool.policy.keeps:
+                known = column < len(origin.hashes)
+                key = (
+                    origin.hashes[column]
+                    if known
+                    else self._hash(pool.hashes[parent] + contents[i])
+                )
+                if key not in index and leaves.setdefault(key, i) == i:
+                    continue
+            rest.append(row)
+        if leaves:
+            at = np.fromiter(leaves.values(), np.int64, len(leaves))
+            pool.publish_leaves(parents[at], blocks[at], list(leaves))
+            table.published[rows[at]] = columns[at] + 1
+        return rest
 
     def publish(self, row: int) -> None:
         """The row's computed full blocks enter the prefix index; where a content is there already,
