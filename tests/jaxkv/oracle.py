@@ -68,6 +68,18 @@ class Oracle:
     def write(self, seq, count=None):
         """The device's step: plan, then the KV of the next tokens (None: all), then commit."""
         self.apply_plan()
+        count = self._compute(seq, count)
+        if self.m.row(seq) % 2:  # either call
+            self.m.commit_batch([seq], [count])
+        else:
+            self.m.commit(seq, count)
+
+    def write_all(self, seqs):
+        """A step of several sequences: all that is not written."""
+        self.apply_plan()
+        self.m.commit_batch(seqs, [self._compute(seq, None) for seq in seqs])
+
+    def _compute(self, seq, count):
         start = self.m.num_computed_tokens(seq)
         count = self.m.length(seq) - start if count is None else count
         table = self.m.block_table(seq)
@@ -76,10 +88,7 @@ class Oracle:
             context, tokens = self.contexts[seq], self.tokens[seq][: position + 1]
             self.memory[slot] = value = kv(context, tokens)
             self.computed[value] = context, tuple(tokens)
-        if self.m.row(seq) % 2:  # either call
-            self.m.commit_batch([seq], [count])
-        else:
-            self.m.commit(seq, count)
+        return count
 
     def apply_plan(self):
         plan = self.m.take_plan()

@@ -70,6 +70,16 @@ class Machine(RuleBasedStateMachine):
         self.o.append(seqs, data.draw(st.lists(TOKENS, min_size=len(seqs), max_size=len(seqs))))
 
     @precondition(lambda self: self.o.tokens)
+    @rule(data=st.data(), steps=st.integers(1, 4))
+    def decode(self, data, steps):
+        ids = st.lists(st.sampled_from(sorted(self.o.tokens)), unique=True, min_size=1)
+        seqs = data.draw(ids)
+        for _ in range(steps):
+            tokens = st.lists(TOKENS, min_size=len(seqs), max_size=len(seqs))
+            if self.o.append(seqs, data.draw(tokens)):
+                self.o.write_all(seqs)
+
+    @precondition(lambda self: self.o.tokens)
     @rule(data=st.data(), slots=st.integers(1, 9))
     def reserve(self, data, slots):
         ids = st.lists(st.sampled_from(sorted(self.o.tokens)), unique=True, min_size=1)
@@ -148,6 +158,35 @@ class Machine(RuleBasedStateMachine):
 EXAMPLES = int(os.environ.get("JAXKV_MACHINE_EXAMPLES", "400"))
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)
+
+
+def test_a_commit_of_many_is_the_commit_of_each():
+    """Decode steps that fill blocks at the same time, of contents that meet; then forks of them."""
+    rng = np.random.default_rng(0)
+    together, apart = managers = [
+        BlockManager(400, 2, max_seqs=24, max_blocks_per_seq=20) for _ in range(2)
+    ]
+    for i in range(12):
+        for m in managers:
+            m.allocate(i, [i % 3, 0, 1][: 1 + i % 3], namespace=(None, "a")[i % 2])
+            m.commit(i, m.length(i) - m.num_computed_tokens(i))
+    for step in range(30):
+        ids = list(range(12 if step < 15 else 24))
+        if step == 15:
+            for m in managers:
+                for i in range(12):
+                    m.fork(i, 12 + i)
+        tokens = rng.integers(0, 2, len(ids))
+        for m in managers:
+            m.append_batch(ids, tokens)
+        together.commit_batch(ids, [1] * len(ids))
+        for i in ids:
+            apart.commit(i, 1)
+        for m in managers:
+            m.check()
+        for i in ids:
+            assert together.block_table(i).tolist() == apart.block_table(i).tolist()
+        assert together.stats() == apart.stats()
 
 
 @pytest.mark.parametrize("partial", [False, True])
