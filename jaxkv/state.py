@@ -161,19 +161,20 @@ def apply_device_plan(state: PagedState, plan: DevicePlan) -> PagedState:
 _apply = jax.jit(apply_device_plan, donate_argnames="state")
 
 
-def apply_plan(state: PagedState, plan: Plan) -> PagedState:
+def apply_plan(state: PagedState, plan: Plan | DevicePlan) -> PagedState:
     """Brings the device's tables and lengths to where the manager's are. Donates state.
 
     For those who drive the state themselves; a step takes the plan as an argument instead and
     saves a dispatch.
 
     Args:
-      plan: from `BlockManager.take_plan()`; plans must be applied in the order taken.
+      plan: from `BlockManager.take_plan()`, or padded by `pad_plan`; plans must be applied in the
+        order taken.
 
     Raises:
       StaleStateError: the state was donated before.
     """
-    return _apply(state, pad_plan(plan))
+    return _apply(state, plan if isinstance(plan, DevicePlan) else pad_plan(plan))
 
 
 # -- batches ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxkv.config import CacheConfig
 from jaxkv.engine.requests import Sequence
 from jaxkv.engine.scheduler import Chunk, SchedulerConfig, Work
 from jaxkv.engine.steps import Entries, Steps, make_steps
+from jaxkv.errors import ConfigError
 from jaxkv.reports import Plan
 from jaxkv.sampling import Sampled, SamplerState, copy_rows, set_rows
 from jaxkv.sampling_params import LogitsProcessor
@@ -50,14 +51,32 @@ class Flight:
     prompts: list[tuple[Chunk, int]]
 
 
+class Form(NamedTuple):
+    """What a step is compiled for.
+
+    Attributes:
+      chunk_tokens: room for prompt tokens; 0: a decode step.
+      decodes: room for sequences with one token.
+      num_steps: decode steps of one dispatch.
+    """
+
+    chunk_tokens: int
+    decodes: int
+    num_steps: int = 1
+
+
 class Device:
     """The cache, the sampler's rows, and the steps that move them on."""
 
     def __init__(self, model: Any, cache: CacheConfig, config: SchedulerConfig):
         self.cache, self.config = cache, config
         self._steps: Steps = make_steps(model)
-        self.decode_buckets = sorted({*(1 << i for i in range(cache.max_seqs.bit_length())),
-                                      cache.max_seqs})  # fmt: skip
+        powers = (1 << i for i in range(cache.max_seqs.bit_length()))
+        self.decode_buckets = config.decode_buckets or sorted({*powers, cache.max_seqs})
+        if self.decode_buckets[-1] < cache.max_seqs:
+            raise ConfigError(
+                f"decode_buckets={self.decode_buckets} have no room for max_seqs={cache.max_seqs}"
+            )
         self.processors: list[LogitsProcessor] = []
         self.reset()
 
@@ -152,23 +171,25 @@ class Device:
 
     # -- steps -------------------------------------------------------------------------------
 
-    def send(self, work: Work, plan: Plan) -> Flight:
-        """Sends a step off; does not wait for it. Donates state and sampler."""
+    def send(self, work: Work, plan: Plan, form: Form | None = None) -> Flight:
+        """Sends a step off, in the smallest form that holds it; does not wait for it. Donates state
+        and sampler."""
+        form = form or self._form(work)
         options: dict[str, Any] = dict(
             num_logprobs=_num_logprobs(work.logprobs), processors=tuple(self.processors)
         )
-        if work.chunks:
-            brings, args = self._mixed(work)
+        if form.chunk_tokens:
+            brings, args = self._mixed(work, form)
             size = max(_MIN_PLAN, self.cache.max_seqs)
             step = self._steps.step
         else:
-            brings, args = self._decode(work)
-            size = max(_MIN_PLAN, len(args[0]))
+            brings, args = self._decode(work, form)
+            size = max(_MIN_PLAN, form.decodes)
             step = self._steps.decode
-            options["num_steps"] = work.num_steps
-        if len(plan.cells) > size or len(plan.lengths) > size:
+            options["num_steps"] = form.num_steps
+        if len(plan.copies) or len(plan.cells) > size or len(plan.lengths) > size:
             # Too many changes for the step's own small plan (a prompt came or went).
-            self.state = apply_plan(self.state, plan)
+            self.apply(plan)
             plan = Plan.empty()
         padded = pad_plan(plan, cells=size, lengths=size)
         sampled, self.state, self.sampler = step(self.state, self.sampler, padded, *args, **options)
@@ -197,12 +218,54 @@ class Device:
         return sampled
 
     def apply(self, plan: Plan) -> None:
-        """The tables follow the manager without a step."""
-        self.state = apply_plan(self.state, plan)
+        """The tables follow the manager without a step. Block copies go first, by themselves, so
+        that there are as few forms as there are sizes."""
+        if len(plan.copies):
+            copies = dataclasses.replace(Plan.empty(), copies=plan.copies)
+            self.state = apply_plan(self.state, pad_plan(copies))
+        if len(plan.cells) or len(plan.lengths):
+            size = bucket(max(len(plan.cells), len(plan.lengths)))
+            rest = dataclasses.replace(plan, copies=Plan.empty().copies)
+            self.state = apply_plan(self.state, pad_plan(rest, cells=size, lengths=size))
 
-    def _decode(self, work: Work):
+    def forms(self) -> list[Form]:
+        """All forms of steps, log-probabilities and logits processors apart."""
+        steps = sorted({1, self.config.decode_steps_per_dispatch})
+        rows = self.cache.max_seqs
+        return [
+            *(Form(tokens, n) for tokens in self.config.prefill_buckets for n in (0, rows)),
+            *(Form(0, n, k) for n in self.decode_buckets for k in steps),
+        ]
+
+    def compile(self, form: Form) -> None:
+        """Runs a step of padding alone, which changes nothing that counts."""
+        jax.block_until_ready(self.send(Work.nothing(), Plan.empty(), form).sampled)
+
+    def compile_updates(self) -> None:
+        """Likewise all else that happens between steps: rows that come, fork or move."""
+        max_seqs, columns = self.cache.max_seqs, self.cache.max_blocks_per_seq
+        for size in _powers(max_seqs):
+            rows, numbers = np.full(size, max_seqs, np.int32), np.zeros(size, np.uint32)
+            self.sampler = set_rows(self.sampler, rows, self._empty(size))
+            self.sampler = copy_rows(self.sampler, rows * 0, rows, numbers, numbers)
+        none = Plan.empty()
+        for size in _powers(max_seqs * columns):
+            if size >= _MIN_PLAN:
+                self.state = apply_plan(self.state, pad_plan(none, cells=size, lengths=size))
+        for size in _powers(max_seqs):
+            copies = np.zeros((max(_MIN_PLAN, size), 2), np.int32)  # the null block onto itself
+            plan = dataclasses.replace(none, copies=copies)
+            self.state = apply_plan(self.state, pad_plan(plan))
+
+    def _form(self, work: Work) -> Form:
         count = len(work.rows)
-        size = bucket(count, self.decode_buckets)
+        if not work.chunks:
+            return Form(0, bucket(count, self.decode_buckets), work.num_steps)
+        tokens = bucket(sum(chunk.count for chunk in work.chunks), self.config.prefill_buckets)
+        return Form(tokens, self.cache.max_seqs if count else 0)
+
+    def _decode(self, work: Work, form: Form):
+        count, size = len(work.rows), form.decodes
         batch = Batch.decode(
             work.rows, work.positions, num_seqs=size, padding_row=self.cache.max_seqs
         )
@@ -210,11 +273,9 @@ class Device:
         tokens[:count] = work.tokens
         return (size, [], []), (tokens, batch)
 
-    def _mixed(self, work: Work):
+    def _mixed(self, work: Work, form: Form):
         chunks, max_seqs, count = work.chunks, self.cache.max_seqs, len(work.rows)
-        wanted = sum(chunk.count for chunk in chunks)
-        num_tokens = bucket(wanted, self.config.prefill_buckets)
-        num_decodes = max_seqs if count else 0
+        num_tokens, num_decodes = form.chunk_tokens, form.decodes
         num_seqs = min(num_tokens, max_seqs)
         batch = Batch.mixed(
             work.rows,
@@ -254,6 +315,11 @@ class Device:
                     place += 1
         batch = dataclasses.replace(batch, logits_at=at)
         return (size, places, prompts), (tokens, batch, Entries(rows, keep, targets))
+
+
+def _powers(size: int) -> list[int]:
+    """Powers of two up to the first that holds `size`."""
+    return [1 << i for i in range((size - 1).bit_length() + 1)]
 
 
 def _num_logprobs(wanted: int) -> int | None:

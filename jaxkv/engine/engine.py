@@ -256,6 +256,28 @@ class Engine(EngineCore):
 
     # -- steps -------------------------------------------------------------------------------
 
+    def warm_up(self, *, progress: bool = True) -> float:
+        """Compiles all that steps will need, so that no request waits for it; gives the seconds.
+
+        All forms of steps, as the scheduler's buckets say, but for log-probabilities and logits
+        processors: those compile when a request first asks for them. With JAX's compilation cache
+        (`jax.config.update("jax_compilation_cache_dir", ...)`) another process finds them there.
+
+        Args:
+          progress: a bar on standard error.
+        """
+        self._drain()
+        began, forms = time.perf_counter(), self._device.forms()
+        with _progress(progress) as bar:
+            task = bar.add_task("compiling", total=len(forms) + 1)
+            self._device.compile_updates()
+            for form in forms:
+                bar.advance(task)
+                self._device.compile(form)
+        seconds = time.perf_counter() - began
+        self._stats.compile_seconds += seconds
+        return seconds
+
     def step(self) -> list[RequestOutput]:
         """Sends the next step off, and gives what has come since the last call.
 
@@ -314,10 +336,7 @@ class Engine(EngineCore):
             raise ConfigError(f"prompt {len(ids)}: {error}") from None
         last: dict[Hashable, dict[int, RequestOutput]] = {request_id: {} for request_id in ids}
         open_ids = set(ids)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeElapsedColumn())  # fmt: skip
-        with Progress(*columns, console=Console(stderr=True), transient=True,
-                      disable=not progress) as bar:  # fmt: skip
+        with _progress(progress) as bar:
             task = bar.add_task("generating", total=len(ids))
             while open_ids or self._outputs:
                 for output in self.step():
@@ -345,3 +364,9 @@ class Engine(EngineCore):
             running=len(self._scheduler.running),
             blocks=self.manager.stats(),
         )
+
+
+def _progress(shown: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)

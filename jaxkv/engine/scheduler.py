@@ -30,6 +30,8 @@ class SchedulerConfig:
       max_tokens_per_step: prompt tokens of one step, decodes not counted: the chunk size.
       prefill_buckets: numbers of prompt tokens that steps are compiled for; the largest is
         `max_tokens_per_step`.
+      decode_buckets: numbers of sequences that decode steps are compiled for, the largest at least
+        the cache's `max_seqs`; None: the powers of two below it, and itself.
       policy: "fcfs": first come, first served; "priority": higher priorities first.
       decode_steps_per_dispatch: tokens of each sequence that the device makes on its own when no
         prompt waits for it.
@@ -42,6 +44,7 @@ class SchedulerConfig:
 
     max_tokens_per_step: int = 256
     prefill_buckets: tuple[int, ...] = (16, 64, 256)
+    decode_buckets: tuple[int, ...] | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     decode_steps_per_dispatch: int = 1
     defer_shared_prefixes: bool = True
@@ -49,8 +52,12 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         buckets = self.prefill_buckets
-        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-            raise ConfigError(f"prefill_buckets={buckets} must rise, from 1 or more")
+        for name in ("prefill_buckets", "decode_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and (
+                not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1
+            ):
+                raise ConfigError(f"{name}={sizes} must rise, from 1 or more")
         if self.max_tokens_per_step != buckets[-1]:
             raise ConfigError(
                 f"max_tokens_per_step={self.max_tokens_per_step} must be the largest of "
@@ -113,6 +120,12 @@ class Work:
     num_steps: int
     admitted: list[Sequence]
     logprobs: int
+
+    @classmethod
+    def nothing(cls) -> Work:
+        """A step of padding alone."""
+        none = np.zeros(0, np.int64)
+        return cls([], none, none, none, none, none, [], 1, [], -1)
 
 
 class Scheduler:
