@@ -59,8 +59,10 @@ def attention(
       [T, num_q_heads, head_dim] in q's dtype (zeros for padding tokens), and the new state.
 
     Raises:
-      ValueError: shapes that do not fit the cache or each other.
+      ValueError: shapes that do not fit the cache or each other; rows or positions that are no
+        integers, or, on the host, do not fit 32 bits.
     """
+    batch = batch.in_int32()
     num_layers, _, num_kv_heads, _, head_dim = state.kv_pages.shape[1:]
     if not 0 <= layer < num_layers:
         raise ValueError(f"{layer=} is not one of the cache's {num_layers} layers")
@@ -85,9 +87,9 @@ def attention(
         rows = jnp.asarray(batch.rows)[batch.last_tokens]  # i32[S], any row for padding
         starts = jnp.asarray(batch.query_start)
         lens = jnp.asarray(batch.positions)[batch.last_tokens] + 1
-        live = (starts[1:] > starts[:-1]) & (rows < len(state.block_tables))
+        live = (starts[1:] > starts[:-1]) & (rows >= 0) & (rows < len(state.block_tables))
         lens = jnp.where(live, lens, 0)
-        tables = state.block_tables[jnp.minimum(rows, len(state.block_tables) - 1)]
+        tables = state.block_tables[jnp.where(live, rows, 0)]
         cut, outs = batch.num_decodes, []
         if cut:  # their tokens are the first ones, one each
             outs.append(paged_attention(q[:cut], pages, tables[:cut], lens[:cut], **options))

@@ -15,6 +15,7 @@ from jaxkv.config import DTYPES, CacheConfig
 from jaxkv.errors import JaxkvError, StaleStateError
 from jaxkv.reports import Plan
 from pallas_kernels.copy_blocks import copy_blocks
+from pallas_kernels.integers import int32
 
 _STALE = """\
 This PagedState was donated to a step and its pool now belongs to the state that step returned.
@@ -190,7 +191,8 @@ class Batch:
     """Which tokens a step computes: ragged, in one flat row of T tokens of S sequences.
 
     Attributes:
-      rows: i32[T]; the table row of each token's sequence. Padding tokens: `max_seqs` or above.
+      rows: i32[T]; the table row of each token's sequence. Padding tokens: `max_seqs` or above, or
+        negative.
       positions: i32[T]; position of each token in its sequence.
       query_start: i32[S + 1]; tokens `query_start[s] : query_start[s + 1]` are of sequence s.
         Sequences without tokens are padding and stand at the end.
@@ -257,6 +259,10 @@ class Batch:
           num_tokens: of the second kind, padding included.
           num_seqs: of the second kind, padding included.
           padding_row: `max_seqs` of the cache.
+
+        Raises:
+          ValueError: rows or positions that are no integers, or do not fit 32 bits.
+          JaxkvError: sequences or tokens that do not fit the batch.
         """
         total = int(sum(counts))
         if len(decode_rows) > num_decodes:
@@ -268,12 +274,13 @@ class Batch:
             )
         token_rows = np.full(num_decodes + num_tokens, padding_row, np.int32)
         positions = np.zeros(num_decodes + num_tokens, np.int32)
-        token_rows[: len(decode_rows)] = decode_rows
-        positions[: len(decode_rows)] = decode_positions
+        token_rows[: len(decode_rows)] = int32("decode_rows", decode_rows)
+        positions[: len(decode_rows)] = int32("decode_positions", decode_positions)
+        chunks = int32("rows", np.asarray(rows)), int32("starts", np.asarray(starts)), counts
         query_start = np.full(num_decodes + num_seqs + 1, num_decodes + total, np.int32)
         query_start[:num_decodes] = np.arange(num_decodes)
         at = num_decodes
-        for i, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+        for i, (row, start, count) in enumerate(zip(*chunks, strict=True)):
             query_start[num_decodes + i] = at
             token_rows[at : at + count] = row
             positions[at : at + count] = np.arange(start, start + count)
@@ -285,15 +292,30 @@ class Batch:
     def decode(
         cls, rows: np.ndarray, positions: np.ndarray, *, num_seqs: int, padding_row: int
     ) -> Batch:
-        """One token for each of `rows`, at `positions`; padded to `num_seqs` sequences."""
+        """One token for each of `rows`, at `positions`; padded to `num_seqs` sequences.
+
+        Raises:
+          ValueError: rows or positions that are no integers, or do not fit 32 bits.
+          JaxkvError: more rows than sequences.
+        """
         if len(rows) > num_seqs:
             raise JaxkvError(f"{len(rows)} sequences do not fit a batch of {num_seqs}")
         padded_rows = np.full(num_seqs, padding_row, np.int32)
-        padded_rows[: len(rows)] = rows
+        padded_rows[: len(rows)] = int32("rows", rows)
         padded_positions = np.zeros(num_seqs, np.int32)
-        padded_positions[: len(rows)] = positions
+        padded_positions[: len(rows)] = int32("positions", positions)
         query_start = np.minimum(np.arange(num_seqs + 1), len(rows)).astype(np.int32)
         return cls(padded_rows, padded_positions, query_start, max_query_len=1)
+
+    def in_int32(self) -> Batch:
+        """The same tokens, all numbers of type int32.
+
+        Raises:
+          ValueError: numbers that are no integers or, on the host, do not fit.
+        """
+        names = "rows", "positions", "query_start"
+        fields = {name: jnp.asarray(int32(name, getattr(self, name))) for name in names}
+        return dataclasses.replace(self, **fields)
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -308,5 +330,8 @@ class Batch:
 
 def advance(state: PagedState, batch: Batch) -> PagedState:
     """The KV of the batch's tokens is written in all layers: lengths follow."""
+    batch = batch.in_int32()
+    rows = jnp.asarray(batch.rows)
+    rows = jnp.where(rows >= 0, rows, len(state.seq_lens))  # a negative one would wrap
     ends = jnp.asarray(batch.positions) + 1
-    return dataclasses.replace(state, seq_lens=state.seq_lens.at[batch.rows].max(ends, mode="drop"))
+    return dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].max(ends, mode="drop"))

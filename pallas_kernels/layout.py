@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_kernels import target
 
@@ -66,3 +68,19 @@ def or_past_pool(blocks: jax.Array, kv_pages: jax.Array) -> jax.Array:
     """
     num_blocks = kv_pages.shape[0]
     return jnp.where((blocks >= 0) & (blocks < num_blocks), blocks, num_blocks).astype(jnp.int32)
+
+
+def or_null(name: str, blocks: ArrayLike, kv_pages: jax.Array) -> jax.Array:
+    """Block ids i32, those outside the pool replaced by the null block: they can only be padding.
+
+    Ids that come from the host are compared there: JAX keeps the lower half of 64 bits.
+
+    Raises:
+      ValueError: ids that are no integers.
+    """
+    if not isinstance(blocks, jax.Array):
+        blocks = np.asarray(blocks)
+    if not jnp.issubdtype(blocks.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {blocks.dtype}")
+    num_blocks = kv_pages.shape[0]
+    return jnp.where((blocks >= 0) & (blocks < num_blocks), blocks, 0).astype(jnp.int32)

@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from pallas_kernels.integers import int32
+from pallas_kernels.layout import or_null
 from pallas_kernels.paged_attention.merge import merge_attention
 from pallas_kernels.paged_attention.operands import check_scales
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -131,7 +133,8 @@ def paged_attention(
       queries of no sequence, or of one of length 0, it is -inf, with a sink too: no query is there.
 
     Raises:
-      ValueError: shapes or integer types that do not fit.
+      ValueError: shapes that do not fit; lengths, starts or block ids that are no integers, lengths
+        and starts that do not fit 32 bits.
       NotImplementedError: the named implementation cannot run, with the reason.
 
     Example:
@@ -149,10 +152,12 @@ def paged_attention(
     check_scales(kv_pages, kv_scales)
     if query_start is None:
         query_start = np.arange(len(seq_lens) + 1, dtype=np.int32)
-    tables, lens, starts = map(jnp.asarray, (block_tables, seq_lens, query_start))
+    lens = jnp.asarray(int32("seq_lens", seq_lens))
+    starts = jnp.asarray(int32("query_start", query_start))
+    tables = or_null("block_tables", block_tables, kv_pages)
     _validate_metadata(len(q), tables, lens, starts, max_query_len)
     _validate_queries(len(q), query_start, max_query_len)
-    num_blocks, _, _, num_kv_heads, block_size, head_dim = kv_pages.shape
+    num_kv_heads, block_size, head_dim = kv_pages.shape[3:]
     implementation = choose(
         implementation,
         head_dim=head_dim,
@@ -166,9 +171,6 @@ def paged_attention(
     )
     if not len(q):
         return (q, jnp.zeros(q.shape[:2], jnp.float32)) if return_lse else q
-    # Ids outside the pool can only be padding: point them at the null block; its reads are masked.
-    tables = jnp.where((tables >= 0) & (tables < num_blocks), tables, 0).astype(jnp.int32)
-    lens, starts = lens.astype(jnp.int32), starts.astype(jnp.int32)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     options: dict[str, Any] = dict(
         layer=layer,
@@ -249,11 +251,6 @@ def _validate_metadata(num_tokens, block_tables, seq_lens, query_start, max_quer
             f"{max_query_len=} with {num_tokens} queries of {len(seq_lens)} sequences: a decode "
             "step has one query per sequence"
         )
-    for name, x in (
-        ("block_tables", block_tables), ("seq_lens", seq_lens), ("query_start", query_start)
-    ):  # fmt: skip
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, got {x.dtype}")
 
 
 def _validate_queries(num_tokens, query_start, max_query_len) -> None:

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from pallas_kernels.integers import int32
+from pallas_kernels.layout import or_null
 from pallas_kernels.paged_attention import merge_attention, paged_attention
 
 
@@ -130,9 +132,14 @@ def cascade_attention(
     if query_start is None:
         query_start = np.arange(len(seq_lens) + 1, dtype=np.int32)
     block_size = kv_pages.shape[4]
-    _validate_groups(group_start, shared_blocks, seq_lens, query_start, block_size)
-    tables, lens, starts = map(jnp.asarray, (block_tables, seq_lens, query_start))
-    groups, shared = (jnp.asarray(x).astype(jnp.int32) for x in (group_start, shared_blocks))
+    metadata = dict(
+        group_start=group_start, shared_blocks=shared_blocks, seq_lens=seq_lens,
+        query_start=query_start,
+    )  # fmt: skip
+    metadata = {name: int32(name, x) for name, x in metadata.items()}
+    _validate_groups(*metadata.values(), block_size)
+    groups, shared, lens, starts = map(jnp.asarray, metadata.values())
+    tables = or_null("block_tables", block_tables, kv_pages)
 
     first_rows = jnp.pad(tables, ((0, 1), (0, 0)))[groups[:-1]]  # an empty group may stand behind
     prefix = paged_attention(
@@ -145,7 +152,7 @@ def cascade_attention(
     columns = skipped[:, None] + jnp.arange(tables.shape[1], dtype=jnp.int32)
     tables = jnp.take_along_axis(tables, columns, axis=1, mode="fill", fill_value=0)
     suffix = paged_attention(
-        q, kv_pages, tables, lens - (skipped * block_size).astype(lens.dtype), starts,
+        q, kv_pages, tables, lens - skipped * block_size, starts,
         max_query_len=max_query_len, sinks=sinks, return_lse=True, **options,
     )  # fmt: skip
 
@@ -156,9 +163,6 @@ def cascade_attention(
 
 def _validate_groups(group_start, shared_blocks, seq_lens, query_start, block_size) -> None:
     """What a group must be; the numbers where they are known: inside a jitted step they are not."""
-    for name, x in (("group_start", group_start), ("shared_blocks", shared_blocks)):
-        if not jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, got {jnp.asarray(x).dtype}")
     shape, wanted = jnp.shape(group_start), (jnp.size(shared_blocks) + 1,)
     if jnp.ndim(shared_blocks) != 1 or shape != wanted or wanted == (1,):
         raise ValueError(

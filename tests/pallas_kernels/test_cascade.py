@@ -267,7 +267,7 @@ def test_a_window_is_refused():
     ([0, 5], [2], r"group_start=\[0, 5\] does not cut"),
     ([0, 4], [2, 2], r"group_start of \(2,\), shared_blocks of \(2,\)"),
     ([0], [], r"at least one group: group_start of \(1,\)"),
-    ([0.0, 4.0], [2], "group_start must be integers, got float32"),
+    ([0.0, 4.0], [2], "group_start must be integers, got float64"),
 ])  # fmt: skip
 def test_groups_that_do_not_fit(starts, blocks, message):
     case, _ = make_shared(*CASES["one group"])
