@@ -44,8 +44,9 @@ def make(
 ):  # fmt: skip
     """Sequences of `lens` cached tokens whose last `counts` are this step's queries.
 
-    Every slot that holds no token is `fill`, and unused table entries point anywhere. With a
-    `window` that includes what no query sees any more; every second entry there is the null block.
+    Every slot that holds no token is `fill`, and unused table entries point anywhere, out of the
+    pool too. With a `window` that includes what no query sees any more; every second entry there is
+    the null block.
     With a `scale_dtype` the pages are int8, `dense` is what they stand for, and the scales of
     unused slots are `fill`. With `room` shapes are those of sequences of so many tokens each.
     """
@@ -60,7 +61,7 @@ def make(
     if scale_dtype is not None:
         scales = np.full(pages.shape[:-1], fill, scale_dtype)
         pages = np.full(pages.shape, 127, np.int8)
-    tables = rng.integers(0, num_blocks, (len(lens), width))
+    tables = rng.integers(-2, num_blocks + 2, (len(lens), width))
     dense, at = [], 0
     for s, n in enumerate(lens):
         first = 0 if window is None else max(0, n - counts[s] + 1 - window)  # that is still seen
@@ -91,6 +92,71 @@ def make(
         layer,
         dense,
     )
+
+
+def queries(case: Case, order) -> np.ndarray:
+    """Which of the batch's queries are those of these sequences."""
+    starts = np.asarray(case.query_start)
+    return np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
+
+
+def pick(case: Case, order) -> Case:
+    """Some of the case's sequences, in this order, in the case's shapes: padding behind them."""
+    at, more = queries(case, order), len(case.lens) - len(order)
+    q, tables, lens = (
+        np.zeros_like(case.q), np.full_like(case.tables, -1), np.zeros_like(case.lens)
+    )  # fmt: skip
+    q[: len(at)] = np.asarray(case.q)[at]
+    tables[: len(order)], lens[: len(order)] = (
+        np.asarray(x)[order] for x in (case.tables, case.lens)
+    )
+    starts = case.query_start  # of a decode step: one query each, of padding too
+    if case.max_query_len > 1:
+        counts = np.pad(np.diff(starts)[order], (0, more))
+        starts = jnp.asarray(np.pad(np.cumsum(counts), (1, 0)))
+    dense = [case.dense[s] for s in order] + [tuple(x[:0] for x in case.dense[0])] * more
+    arrays = dict(q=jnp.asarray(q), tables=jnp.asarray(tables), lens=jnp.asarray(lens))
+    return dataclasses.replace(case, **arrays, query_start=starts, dense=dense)
+
+
+def move_blocks(case: Case) -> Case:
+    """The same sequences in other blocks; the null block stays."""
+    new = np.concatenate([[0], 1 + np.random.default_rng(1).permutation(len(case.pages) - 1)])
+    pages, tables = np.empty_like(case.pages), np.array(case.tables)
+    pages[new] = case.pages
+    inside = (tables >= 0) & (tables < len(pages))
+    tables[inside] = new[tables[inside]]
+    return dataclasses.replace(case, pages=jnp.asarray(pages), tables=jnp.asarray(tables))
+
+
+def name_heads(case: Case) -> tuple[Case, np.ndarray]:
+    """V of each KV head is its number; and what each query head then gives, of all elements."""
+    heads, kv_heads = case.q.shape[1], case.pages.shape[3]
+    pages = np.array(case.pages)
+    pages[:, :, 1] = np.arange(kv_heads)[:, None, None]
+    names = np.repeat(np.arange(kv_heads), heads // kv_heads)
+    return dataclasses.replace(case, pages=jnp.asarray(pages)), names
+
+
+def means_of_positions(chunks, call, *, cached=0, room=10, **kind) -> np.ndarray:
+    """Outputs of the positions behind `cached` ones, 10 at most, computed in chunks.
+
+    V names its position, and q is 0: an output is the mean of the positions that it sees.
+    """
+    outs, length = [], cached
+    for count in chunks:
+        length += count
+        more = dict(max_query_len=1)
+        if count > 1:
+            more = dict(max_query_len=10, padding_tokens=10 - count)
+        case = make([length], [count], fill=np.nan, room=room, **more, **kind)
+        pages, position = np.array(case.pages), np.arange(length)
+        block = pages.shape[4]
+        for t, page in zip(position, np.asarray(case.tables)[0, position // block], strict=True):
+            pages[page, case.layer, 1, :, t % block] = t
+        case.pages, case.q = jnp.asarray(pages), jnp.zeros_like(case.q)
+        outs.append(call(case)[:count, 0, 0])
+    return np.concatenate(outs)
 
 
 QUICK = {"xla_backend_optimization_level": 0}  # tests spend their time in the compiler

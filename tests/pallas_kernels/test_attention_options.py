@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, make, oracle, oracle_with_lse, run
+from cases import Case, make, means_of_positions, oracle, oracle_with_lse, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,19 +89,10 @@ def test_nothing_behind_the_window_is_used(implementation, kind, block, fill):
     "chunks", [[1] * 10, [10], [4, 6], [3, 4, 3]], ids=lambda chunks: "+".join(map(str, chunks))
 )
 def test_position_9_of_a_window_of_4_sees_6_to_9(implementation, chunks):
-    """V names its position, and q is 0: an output is the mean of the positions that it sees."""
-    outs, length = [], 0
-    for count in chunks:
-        length += count
-        kind = dict(max_query_len=1 if count == 1 else None)
-        case = make([length], [count], fill=np.nan, room=10, **kind)
-        case.q = jnp.zeros_like(case.q)
-        for t in range(length):
-            case.pages = case.pages.at[case.tables[0, t // 4], case.layer, 1, :, t % 4].set(t)
-        outs.append(run(case, implementation, window=4)[:, 0, 0])
+    outs = means_of_positions(chunks, lambda case: run(case, implementation, window=4))
     seen = [range(max(0, p - 3), p + 1) for p in range(10)]
     assert [list(seen[p]) for p in (3, 4, 9)] == [[0, 1, 2, 3], [1, 2, 3, 4], [6, 7, 8, 9]]
-    np.testing.assert_allclose(np.concatenate(outs), [np.mean(x) for x in seen], rtol=1e-6)
+    np.testing.assert_allclose(outs, [np.mean(x) for x in seen], rtol=1e-6)
 
 
 def _passes(f, *args):
@@ -293,7 +284,8 @@ def test_queries_that_do_not_fit():
 def test_python_and_numpy_numbers():
     case = make([9, 6], [2, 3])
     want = run(case, window=4, soft_cap=2.0)
-    args = case.q, case.pages, *(np.asarray(x).tolist() for x in case.args()[2:])
+    args = [case.q, case.pages, *(np.asarray(x).tolist() for x in case.args()[2:])]
+    args[3] = [np.int64(n) for n in args[3]]
     got = paged_attention(
         *args, layer=np.int64(1), max_query_len=np.int32(3), scale=np.float64(8**-0.5),
         window=np.int16(4), soft_cap=np.float32(2), implementation="xla",

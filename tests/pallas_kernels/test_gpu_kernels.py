@@ -8,31 +8,47 @@ another test by one size only is marked `slow`.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import forget_programs, make, oracle_with_lse, run
+from cases import (
+    forget_programs,
+    make,
+    means_of_positions,
+    move_blocks,
+    name_heads,
+    oracle_with_lse,
+    pick,
+    queries,
+    run,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import target
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.decode_steps_gpu import SLOTS, num_splits
+from pallas_kernels.paged_attention.pages_gpu import TILE, PageReader, Pages, Span
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
 
 
+def run_kernel(case, **options):
+    """Output and log-sum-exp."""
+    return run(case, "mosaic_gpu", interpret=RACES, return_lse=True, **options)
+
+
 def check(case, tolerance=2e-2, **options):
     """Output within bf16's rounding, the log-sum-exp (of float32 products) far closer."""
-    out, lse = run(case, "mosaic_gpu", interpret=RACES, return_lse=True, **options)
+    out, lse = run_kernel(case, **options)
     want, want_lse = oracle_with_lse(case, **options)
     np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, rtol=1e-4)
+    return out, lse
 
 
-def paged(lens, counts=None, *, dtype=jnp.bfloat16, dim=128, block=16, heads=4, kv_heads=1, **more):
+def paged(lens, counts=None, **kind):
     """A decode step, or a prefill step of so many queries each."""
-    return make(
-        lens, counts or [1] * len(lens), dtype=dtype, dim=dim, block=block, heads=heads,
-        kv_heads=kv_heads, fill=np.nan, max_query_len=None if counts else 1, **more,
-    )  # fmt: skip
+    kind = dict(dtype=jnp.bfloat16, dim=128, block=16, heads=4, kv_heads=1, fill=np.nan) | kind
+    kind = dict(max_query_len=None if counts else 1) | kind
+    return make(lens, counts or [1] * len(lens), **kind)
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +72,17 @@ def test_decode_head_dims(dim):
     check(paged([100, 70], dim=dim))
 
 
-@pytest.mark.parametrize("groups", [(14, 2), *slow((16, 1), (3, 3), (8, 1), (1, 1))])
-def test_decode_groups(groups):
+@pytest.mark.parametrize("groups", [
+    (6, 2), *slow((28, 4), (12, 4), (15, 5), (8, 8), (8, 1), (16, 1), (3, 3), (1, 1))
+])  # fmt: skip
+@pytest.mark.parametrize("counts", [None, *slow([3, 2])])
+def test_query_heads_read_their_own_kv_head(groups, counts):
     heads, kv_heads = groups
-    check(paged([70, 9], dim=64, heads=heads, kv_heads=kv_heads))
+    case = paged([70, 9], counts, dim=64, block=64, heads=heads, kv_heads=kv_heads)
+    check(case)
+    named, names = name_heads(case)
+    out, _ = run_kernel(named)
+    np.testing.assert_array_equal(out, np.broadcast_to(names[:, None], out.shape))
 
 
 def test_decode_of_float16():
@@ -122,7 +145,7 @@ def test_prefill_options(dim):
 
 
 def test_prefill_of_a_few_queries_behind_a_prefix():
-    check(paged([130, 67], [3, 1], dim=64, heads=2))
+    check(paged([130, 67], [3, 1], dim=64, heads=4, kv_heads=2))
 
 
 @pytest.fixture
@@ -198,6 +221,76 @@ def test_blackwell_decode(kind, blackwell, monkeypatch):
 @pytest.mark.parametrize("dim", [80, *slow(64, 96, 128, 256)])
 def test_blackwell_prefill(dim, blackwell):
     check(paged([90, 20], [70, 9], dim=dim, heads=1, window=50), window=50)
+
+
+GENERATIONS = ["hopper", *slow("ampere", "blackwell")]
+
+
+@pytest.fixture
+def generation(request):
+    """The kernels of a generation of GPUs."""
+    if request.param != "hopper":
+        request.getfixturevalue(request.param)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of an infinite K
+@pytest.mark.parametrize("generation", GENERATIONS, indirect=True)
+@pytest.mark.parametrize("decode", [True, False])
+def test_rows_depend_on_their_own_tokens_alone(decode, generation):
+    """Not in a bit on their company, on where blocks lie, or on what unused slots hold.
+
+    All checks have the same shapes, and so one program.
+    """
+    if decode:
+        lens, counts, kind = [5, 0, 3, 13], None, dict(dim=64, room=36)
+    else:  # 9 new tokens behind hits of 0, 4 and 8
+        lens, counts, kind = [9, 13, 17], [9, 9, 9], dict(dim=64, room=36, heads=1)
+    case = paged(lens, counts, **kind)
+    want, want_lse = check(case)
+    for fill, order in ((np.inf, [len(lens) - 1, *range(len(lens) - 1)]), (0, [2])):
+        other = move_blocks(pick(paged(lens, counts, **kind | dict(fill=fill)), order))
+        out, lse = run_kernel(other)
+        at = queries(case, order)
+        np.testing.assert_array_equal(out[: len(at)], want[at])
+        np.testing.assert_array_equal(lse[: len(at)], want_lse[at])
+        assert (out[len(at) :] == 0).all()
+    if decode:  # over the edges of blocks, and where nobody has a token
+        for lens in ([15, 16, 17, 32], [14, 31, 33, 35], [0, 0, 0, 0]):
+            check(paged(lens, **kind))
+    else:  # of 8 keys the last 8, 3 and 1, and padding
+        check(paged([8, 8, 8], [8, 3, 1], **kind, padding_tokens=15, max_query_len=9))
+
+
+@pytest.mark.parametrize("generation", GENERATIONS, indirect=True)
+@pytest.mark.parametrize("chunks", [[[1] * 10], [[10], [4, 6], [3, 4, 3]]])
+@pytest.mark.parametrize("cached", [0, *slow(60)])  # behind 60, over the edge of a block and a tile
+def test_position_9_of_a_window_of_4_sees_6_to_9(cached, chunks, generation):
+    kind = dict(dtype=jnp.bfloat16, dim=64, block=64, heads=1, kv_heads=1, room=cached + 10)
+    for parts in chunks:
+        means = means_of_positions(
+            parts, lambda case: run_kernel(case, window=4)[0], cached=cached, **kind
+        )
+        want = [np.mean(range(max(0, p - 3), p + 1)) for p in range(cached, cached + 10)]
+        np.testing.assert_allclose(means.astype(np.float32), want, rtol=1e-3)
+
+
+@pytest.mark.parametrize("block", [8, 16, 128])
+@pytest.mark.parametrize("window", [None, 20])
+def test_no_page_is_read_but_those_that_hold_what_is_seen(block, window):
+    """A page's number is its column of the table, for lengths over the edges of blocks."""
+    length = np.arange(1, 300)
+    first = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
+    reader = PageReader.of(jnp.zeros((1, 1, 2, 1, block, 8)), None, jnp.int32(0), stages=2)
+    pages = Pages(None, None, None, np.arange(50)[None])
+    span = Span(0, 0, *(jnp.asarray(x, jnp.int32) for x in (first, length, length)), None, None)
+    read = np.zeros((len(length), 50), bool)
+    for tile in range(-(-300 // TILE)):
+        inside = np.flatnonzero((tile * TILE < length) & ((tile + 1) * TILE > first))
+        for page, _ in reader.sources(jnp.int32(tile), pages, span):
+            read[inside, np.asarray(page)[inside]] = True
+    column = np.arange(50)
+    wanted = (column >= (first // block)[:, None]) & (column * block < length[:, None])
+    np.testing.assert_array_equal(read, wanted)
 
 
 @pytest.mark.parametrize("splits", [1, *slow(3)])

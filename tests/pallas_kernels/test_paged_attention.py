@@ -1,8 +1,10 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make, oracle, run
+from cases import make, move_blocks, name_heads, oracle, pick, queries, run
 
 from pallas_kernels.paged_attention import paged_attention, supports
 
@@ -32,28 +34,30 @@ def test_prefill_chunks_of_different_lengths(implementation, block):
 def test_query_head_reads_its_own_kv_head(implementation, heads, kv_heads, decode):
     case = make([9], [1 if decode else 3], heads=heads, kv_heads=kv_heads,
                 max_query_len=1 if decode else None)  # fmt: skip
-    names = jnp.arange(kv_heads, dtype=jnp.float32)[:, None, None]
-    case.pages = case.pages.at[:, :, 1].set(jnp.broadcast_to(names, case.pages.shape[3:]))
+    case, names = name_heads(case)
     out = run(case, implementation)
-    wanted = np.arange(heads) // (heads // kv_heads)
-    np.testing.assert_allclose(out, np.broadcast_to(wanted[None, :, None], out.shape), rtol=1e-6)
+    np.testing.assert_allclose(out, np.broadcast_to(names[:, None], out.shape), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (33, 2), (2, 4)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (33, 2), (4, 0), (2, 4)])
 def test_head_counts_that_do_not_divide(heads, kv_heads):
     case = make([9], [1], kv_heads=kv_heads, heads=heads, max_query_len=1)
-    with pytest.raises(ValueError, match=f"{heads} query heads"):
+    with pytest.raises(ValueError, match=f"{heads} query heads .* over {kv_heads} KV heads"):
         run(case)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("decode", [True, False])
-def test_unused_slots_change_nothing(implementation, fill, decode):
+@pytest.mark.parametrize("scale_dtype", [None, jnp.float32])
+def test_unused_slots_change_nothing(implementation, fill, decode, scale_dtype):
+    """Of int8 pages, the unused scales."""
     counts = [1, 1, 1] if decode else [13, 2, 5]
-    kind = dict(max_query_len=1 if decode else None)
+    kind = dict(max_query_len=1 if decode else None, scale_dtype=scale_dtype)
     clean, dirty = make([13, 4, 7], counts, **kind), make([13, 4, 7], counts, fill=fill, **kind)
-    np.testing.assert_array_equal(run(clean, implementation), run(dirty, implementation))
+    out = run(clean, implementation)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(run(dirty, implementation), out)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -76,33 +80,48 @@ def test_padding_tokens_and_sequences_are_zeros(implementation):
 
 
 def test_empty_batch():
-    pages = jnp.zeros((2, 1, 2, 1, 4, 8))
-    out = paged_attention(
-        jnp.zeros((0, 2, 8)), pages, jnp.zeros((0, 3), jnp.int32), jnp.zeros(0, jnp.int32), layer=0
-    )
-    assert out.shape == (0, 2, 8)
+    pages, tables = jnp.zeros((2, 1, 2, 1, 4, 8)), jnp.zeros((0, 3), jnp.int32)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda *event, **_: compiled.append(event))
+    try:
+        for _ in range(2):
+            compiled.clear()
+            out = paged_attention(jnp.zeros((0, 2, 8)), pages, tables, jnp.zeros(0, int), layer=0)
+            assert out.shape == (0, 2, 8)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
 
 
-def test_moving_blocks_changes_nothing_bit_for_bit():
-    case = make([11, 8, 3], [3, 8, 1])
-    before = run(case)
-    rng = np.random.default_rng(1)
-    new = np.concatenate([[0], rng.permutation(np.arange(1, len(case.pages)))])
-    pages = np.empty_like(case.pages)
-    pages[new] = case.pages
-    case.pages, case.tables = jnp.asarray(pages), jnp.asarray(new[case.tables], jnp.int32)
-    np.testing.assert_array_equal(run(case), before)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("counts", [None, [3, 8, 1]])
+def test_moving_blocks_changes_nothing_bit_for_bit(implementation, counts):
+    case = make([11, 8, 3], counts or [1] * 3, max_query_len=None if counts else 1)
+    moved = move_blocks(case)
+    assert (moved.tables != case.tables).any()
+    np.testing.assert_array_equal(run(moved, implementation), run(case, implementation))
 
 
-def test_rows_do_not_depend_on_their_order_or_company():
-    together = make([5, 3, 9], [1, 1, 1], max_query_len=1)
-    out = run(together)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("counts", [None, [5, 3, 9]])
+def test_rows_do_not_depend_on_their_order_or_company(implementation, counts):
+    """Not in a bit, in a batch of the same shape."""
+    case = make([5, 3, 9], counts or [1] * 3, max_query_len=None if counts else 1, fill=np.nan)
+    out = run(case, implementation)
+    np.testing.assert_allclose(out, oracle(case), atol=2e-5)
     for order in ([2, 0, 1], [0], [1], [2]):
-        some = make([5, 3, 9], [1, 1, 1], max_query_len=1)
-        index = jnp.asarray(order)
-        some.q, some.tables, some.lens = some.q[index], some.tables[index], some.lens[index]
-        some.query_start = jnp.arange(len(order) + 1)
-        np.testing.assert_allclose(run(some), out[np.asarray(order)], atol=1e-6)
+        want = out[queries(case, order)]
+        np.testing.assert_array_equal(run(pick(case, order), implementation)[: len(want)], want)
+
+
+def test_a_row_alone_in_a_batch_of_one():
+    case = make([5, 3, 9], [1] * 3, max_query_len=1, fill=np.nan)
+    out = run(case)
+    for s in range(3):
+        some = pick(case, [s])
+        one = dict(q=some.q[:1], tables=some.tables[:1], lens=some.lens[:1])
+        alone = dataclasses.replace(some, **one, query_start=some.query_start[:2])
+        np.testing.assert_allclose(run(alone), out[s : s + 1], atol=1e-6)
 
 
 def test_other_rows_contents_leave_a_row_bit_equal():
@@ -112,41 +131,90 @@ def test_other_rows_contents_leave_a_row_bit_equal():
     np.testing.assert_array_equal(run(a)[0], run(b)[0])
 
 
-def test_ids_outside_the_pool_in_unused_entries():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ids_outside_the_pool_in_unused_entries(implementation):
+    """Whatever the last block holds, to which a -1 would wrap: here nobody's, and there."""
     case = make([6, 3], [1, 1], max_query_len=1)
-    before = run(case)
+    case.pages = jnp.pad(case.pages, ((0, 1), *((0, 0),) * 5), constant_values=np.nan)
+    before = run(case, implementation)
+    np.testing.assert_allclose(before, oracle(case), atol=2e-5)
     for junk in (-1, 10**6, np.iinfo(np.int32).min):
         case.tables = case.tables.at[0, 2:].set(junk).at[1, 1:].set(junk)
-        np.testing.assert_array_equal(run(case), before)
+        np.testing.assert_array_equal(run(case, implementation), before)
+    # A row of nothing but padding that claims a length reads the null block.
+    case.tables = case.tables.at[1].set(-1)
+    out = run(case, implementation)
+    assert (out[1] == 0).all()
+    np.testing.assert_array_equal(out[0], before[0])
 
 
-def test_decode_over_block_edges_in_a_dirty_pool():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("block", [4, 16])
+def test_decode_over_block_edges_in_a_dirty_pool(implementation, block):
     for length in range(14, 36):
-        case = make([length], [1], block=16, max_query_len=1, fill=1e9, room=36)
-        np.testing.assert_allclose(run(case), oracle(case), atol=2e-5)
+        case = make([length], [1], block=block, max_query_len=1, fill=1e9, room=36)
+        np.testing.assert_allclose(run(case, implementation), oracle(case), atol=2e-5)
 
 
-@pytest.mark.parametrize("counts", [3, 1, 8])
-def test_few_queries_over_many_keys_is_the_end_of_full_causal(counts):
-    full, part = make([8], [8], seed=3), make([8], [counts], seed=3)
-    part.q = full.q[8 - counts :]
-    np.testing.assert_allclose(run(part), run(full)[8 - counts :], atol=1e-6)
+@pytest.mark.parametrize(("counts", "padding"), [(3, 0), (3, 1), (1, 0), (8, 0)])
+def test_few_queries_over_many_keys_is_the_end_of_full_causal(counts, padding):
+    full = make([8], [8], seed=3, fill=np.nan)
+    part = make([8], [counts], seed=3, fill=np.nan, padding_tokens=padding)
+    part.q = part.q.at[:counts].set(full.q[8 - counts :])
+    want = run(full)[8 - counts :]
+    np.testing.assert_allclose(want, oracle(full)[8 - counts :], atol=2e-5)
+    np.testing.assert_allclose(run(part)[:counts], want, atol=1e-6)
+    if counts == 1:
+        part.max_query_len = 1  # the decode form
+        np.testing.assert_allclose(run(part), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["int16", "uint32", "int64"])
+METADATA = ("tables", "lens", "query_start")
+
+
+def call(case, **changed):
+    """As it stands, outside jit: inside, JAX has converted the metadata before."""
+    args = (changed.get(name, getattr(case, name)) for name in METADATA)
+    return paged_attention(case.q, case.pages, *args, **case.kwargs(), implementation="xla")
+
+
+@pytest.mark.parametrize("kind", ["int16", "uint32", "int64", "uint64"])
 def test_other_integer_types_are_the_same(kind):
     case = make([9, 6], [2, 3])
-    before = run(case)
-    metadata = (np.asarray(x).astype(kind) for x in (case.tables, case.lens, case.query_start))
-    out = paged_attention(case.q, case.pages, *metadata, **case.kwargs(), implementation="xla")
-    np.testing.assert_allclose(out, before, atol=1e-6)
+    case.tables = jnp.maximum(case.tables, 0)
+    before = call(case)
+    of_kind = {name: np.asarray(getattr(case, name)).astype(kind) for name in METADATA}
+    np.testing.assert_array_equal(call(case, **of_kind), before)
+    if kind in ("int16", "uint32"):
+        on_device = {name: jnp.asarray(x) for name, x in of_kind.items()}
+        np.testing.assert_array_equal(call(case, **on_device), before)
 
 
-def test_float_metadata_is_refused():
+def test_what_does_not_fit_32_bits_is_not_cut_off():
+    """JAX keeps the lower half of a NumPy array of 64 bits."""
+    case = make([9, 6], [2, 3])
+    for name, message in (("lens", "seq_lens holds 4294967302"), ("query_start", "query_start")):
+        with pytest.raises(ValueError, match=message):
+            call(case, **{name: np.asarray(getattr(case, name)).astype(np.int64) + 2**32})
+    with pytest.raises(ValueError, match="seq_lens holds 2147483654"):
+        call(case, lens=np.asarray(case.lens).astype(np.uint32) + np.uint32(2**31))
+    # Ids in unused entries may be anything, and are none of the pool's.
+    far = np.asarray(case.tables).astype(np.int64)
+    far[1, 2:] += 2**32
+    np.testing.assert_array_equal(call(case, tables=far), call(case))
+    case.pages = case.pages.at[0].set(0)
+    far[1] = np.asarray(case.tables)[1].astype(np.int64) + 2**32  # the null block, thus
+    assert (call(case, tables=far)[2:] == 0).all()
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_float_metadata_is_refused(host):
     case = make([9, 6], [1, 1], max_query_len=1)
-    case.lens = case.lens.astype(jnp.float32)
-    with pytest.raises(ValueError, match="seq_lens must be integers"):
-        run(case)
+    names = {"tables": "block_tables", "lens": "seq_lens", "query_start": "query_start"}
+    for name, public in names.items():
+        x = (np if host else jnp).asarray(getattr(case, name), np.float32)
+        with pytest.raises(ValueError, match=f"{public} must be integers, got float32"):
+            call(case, **{name: x})
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
