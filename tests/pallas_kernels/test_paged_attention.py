@@ -159,7 +159,8 @@ def test_decode_over_block_edges_in_a_dirty_pool(implementation, block):
 @pytest.mark.parametrize(("counts", "padding"), [(3, 0), (3, 1), (1, 0), (8, 0)])
 def test_few_queries_over_many_keys_is_the_end_of_full_causal(counts, padding):
     full = make([8], [8], seed=3, fill=np.nan)
-    part = make([8], [counts], seed=3, fill=np.nan, padding_tokens=padding)
+    more = dict(padding_tokens=padding, max_query_len=max(counts + padding, 2))
+    part = make([8], [counts], seed=3, fill=np.nan, **more)
     part.q = part.q.at[:counts].set(full.q[8 - counts :])
     want = run(full)[8 - counts :]
     np.testing.assert_allclose(want, oracle(full)[8 - counts :], atol=2e-5)
