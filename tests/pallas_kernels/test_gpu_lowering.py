@@ -50,8 +50,11 @@ def test_no_group_of_heads_reaches_into_a_tile_that_its_copy_does_not_bring(grou
 def test_query_tiles_begin_where_they_may_and_hold_each_query_once(rng, tile_rows, align):
     num_seqs, num_tokens = 5, 1300
     last_start = -(-num_tokens // TILE_ROWS) * TILE_ROWS - tile_rows
-    for most in (5, 80, 260) * 5:
-        counts = rng.integers(0, most + 1, num_seqs) * rng.integers(0, 2, num_seqs)
+    some = [rng.integers(0, most + 1, num_seqs) for most in (5, 80, 260) * 5]
+    # About a tile's rows, from anywhere inside one: where a tile more is needed, or none.
+    some += [tile_rows + rng.integers(-9, 10, num_seqs) for _ in range(10)]
+    for counts in some:
+        counts *= rng.integers(0, 4, num_seqs) > 0
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tiles = query_tiles(jnp.asarray(starts), num_tokens, num_seqs, tile_rows, align)
         owners = np.full(num_tokens, -1)
