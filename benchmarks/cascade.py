@@ -8,10 +8,8 @@ the same machine.
 """
 
 import argparse
+import functools
 import json
-import os
-import platform
-import time
 from pathlib import Path
 
 import jax
@@ -20,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from turns import machine, median_ms
 
 import jaxkv
 from pallas_kernels.paged_attention import paged_attention
@@ -51,16 +50,11 @@ def measure(seqs: int, prefix: int, args: argparse.Namespace) -> dict:
         return cascade_attention(q, pages, tables, lens, **found._asdict(), layer=0)
 
     x = jax.device_put((q, pages, tables, lens, found))
-    sides = {"plain": plain, "cascade": cascade}
-    want, got = (np.asarray(f(*x), np.float32) for f in sides.values())
+    calls = {"plain": plain, "cascade": cascade}
+    sides = {name: functools.partial(f, *x) for name, f in calls.items()}
+    want, got = (np.asarray(f(), np.float32) for f in sides.values())
     np.testing.assert_allclose(got, want, atol=1e-4 if dtype == jnp.float32 else 2e-2)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(args.rounds):
-        for name, f in sides.items():
-            began = time.perf_counter()
-            f(*x).block_until_ready()
-            times[name].append(time.perf_counter() - began)
-    ms = {name: 1e3 * float(np.median(t)) for name, t in times.items()}
+    ms = median_ms(sides, range(args.rounds))
     return {
         "sequences": seqs,
         "prefix": shared * block,
@@ -96,14 +90,8 @@ def main() -> int:
         )  # fmt: skip
     Console().print(table)
     if args.json:
-        meta = {
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "cpus": os.cpu_count(),
-            "load_1m": os.getloadavg()[0],
-            "heads": [args.heads, args.kv_heads, args.head_dim],
-            "own": args.own,
-        }
+        heads = [args.heads, args.kv_heads, args.head_dim]
+        meta = machine() | {"heads": heads, "own": args.own}
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
     return 0
 

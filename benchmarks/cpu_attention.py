@@ -8,10 +8,8 @@ The two take turns, call by call, so that both see the same machine.
 """
 
 import argparse
+import functools
 import json
-import os
-import platform
-import time
 from pathlib import Path
 
 import jax
@@ -20,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from turns import machine, median_ms
 
 from pallas_kernels.paged_attention import paged_attention
 
@@ -59,18 +58,12 @@ def measure(seqs: int, count: int, length: int, block: int, args: argparse.Names
     lens = np.full(seqs, length, np.int32)
     flat = q.reshape(-1, heads, dim)
     sides = {
-        "dense": (dense, jax.device_put((q, k, v))),
-        "paged": (paged, jax.device_put((flat, pages, tables, lens, start))),
+        "dense": functools.partial(dense, *jax.device_put((q, k, v))),
+        "paged": functools.partial(paged, *jax.device_put((flat, pages, tables, lens, start))),
     }
-    want, got = (f(*x) for f, x in sides.values())
+    want, got = (f() for f in sides.values())
     np.testing.assert_allclose(got, want, atol=1e-4)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(args.rounds):
-        for name, (f, x) in sides.items():
-            began = time.perf_counter()
-            f(*x).block_until_ready()
-            times[name].append(time.perf_counter() - began)
-    ms = {name: 1e3 * float(np.median(t)) for name, t in times.items()}
+    ms = median_ms(sides, range(args.rounds))
     return {
         "kind": "decode" if count == 1 else "prefill",
         "sequences": seqs,
@@ -116,13 +109,7 @@ def main() -> int:
         )  # fmt: skip
     Console().print(table)
     if args.json:
-        meta = {
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "cpus": os.cpu_count(),
-            "load_1m": os.getloadavg()[0],
-            "heads": [args.heads, args.kv_heads, args.head_dim],
-        }
+        meta = machine() | {"heads": [args.heads, args.kv_heads, args.head_dim]}
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
     return 0
 

@@ -10,8 +10,6 @@ dispatch, forward pass, greedy choice, and the tokens back on the host.
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from turns import machine
 
 import jaxkv
 from jaxkv.block_manager import BlockManager
@@ -148,13 +147,9 @@ def main() -> int:
         )  # fmt: skip
     Console().print(table)
     if args.json:
-        meta = {
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "cpus": os.cpu_count(),
-            "load_1m": os.getloadavg()[0],
-        }
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows, "ratios": ratios}, indent=1))
+        args.json.write_text(
+            json.dumps({"meta": machine(), "rows": rows, "ratios": ratios}, indent=1)
+        )
     return 0
 
 

@@ -13,17 +13,15 @@ Three questions, each answered in one run on this machine:
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import statistics
 from pathlib import Path
 
-import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from turns import machine
 
 import jaxkv
 from models import Llama, LlamaConfig, default_model, load
@@ -145,9 +143,7 @@ def main() -> int:
                   f"above {TARGETS['first token']}")  # fmt: skip
     Console().print(table)
     if args.json:
-        meta = {"jax": jax.__version__, "python": platform.python_version(),
-                "cpus": os.cpu_count(), "load_1m": os.getloadavg()[0]}  # fmt: skip
-        args.json.write_text(json.dumps({"meta": meta, **rows}, indent=1))
+        args.json.write_text(json.dumps({"meta": machine(), **rows}, indent=1))
     return 0
 
 

@@ -8,7 +8,6 @@ drift of the machine's speed touches all alike. A step that copied its pool woul
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import jax
@@ -17,6 +16,7 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from turns import median_ms
 
 import jaxkv
 from jaxkv.engine.steps import make_steps
@@ -31,8 +31,8 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def stepper(model: Llama, mebibytes: int):
-    """A function that runs one decode step on a pool of this size, and says if it was in place."""
+def stepper(model: Llama, mebibytes: int, same: list[bool]):
+    """A function that runs one decode step on a pool of this size, and notes if it was in place."""
     cache = jaxkv.CacheConfig.for_model(
         CONFIG, memory_bytes=mebibytes * 2**20, max_len=512, max_seqs=STREAMS, block_size=BLOCK
     )
@@ -48,13 +48,13 @@ def stepper(model: Llama, mebibytes: int):
     tokens = np.zeros(STREAMS, np.int32)
     held = [(state, sampler)]
 
-    def run() -> bool:
+    def run() -> None:
         state, sampler = held.pop()
         pointer = state.kv_pages.unsafe_buffer_pointer()
         out, state, sampler = step(state, sampler, plan, tokens, batch, num_steps=1)
         jax.block_until_ready(out)
         held.append((state, sampler))
-        return state.kv_pages.unsafe_buffer_pointer() == pointer
+        same.append(state.kv_pages.unsafe_buffer_pointer() == pointer)
 
     return run
 
@@ -67,20 +67,15 @@ def main() -> int:
     args = parser.parse_args()
     sizes = [int(x) for x in args.sizes.split(",")]
     model = Llama(CONFIG, rngs=nnx.Rngs(0))
-    runs = {size: stepper(model, size) for size in sizes}
+    same: dict[int, list[bool]] = {size: [] for size in sizes}
+    runs = {size: stepper(model, size, same[size]) for size in sizes}
     for run in runs.values():
         for _ in range(3):
             run()
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    in_place = True
-    for _ in track(range(args.steps), "steps", console=Console(stderr=True), transient=True):
-        for size, run in runs.items():
-            began = time.perf_counter()
-            in_place &= run()
-            times[size].append(time.perf_counter() - began)
-    rows = [
-        {"pool_mib": s, "ms_per_step_median": 1e3 * float(np.median(t))} for s, t in times.items()
-    ]
+    rounds = track(range(args.steps), "steps", console=Console(stderr=True), transient=True)
+    ms = median_ms(runs, rounds)
+    in_place = all(all(found) for found in same.values())
+    rows = [{"pool_mib": size, "ms_per_step_median": x} for size, x in ms.items()]
     table = Table(title="decode step against pool size")
     table.add_column("pool, MiB", justify="right")
     table.add_column("ms/step", justify="right")
