@@ -24,6 +24,16 @@ def copy_blocks(kv_pages: jax.Array, sources: jax.Array, destinations: jax.Array
       kv_pages: [num_blocks, ...], donated by the surrounding jit.
       sources: i32[C], each a block of the pool.
       destinations: i32[C], no block twice; outside [0, num_blocks): dropped (padding).
+
+    Returns:
+      The pages, of the same shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.copy_blocks import copy_blocks
+      >>> pages = jnp.array([[1], [2], [3]])
+      >>> copy_blocks(pages, jnp.array([0, 1]), jnp.array([1, -1])).tolist()
+      [[1], [1], [3]]
     """
     if sources.shape[0] == 0:
         return kv_pages

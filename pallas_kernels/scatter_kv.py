@@ -60,6 +60,15 @@ def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
     Raises:
       ValueError: a layer that the pool does not have; scales that are missing, not wanted, or of
         another shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.scatter_kv import scatter_kv
+      >>> pages, k = jnp.zeros((2, 1, 2, 1, 4, 1)), jnp.array([[[5.0]], [[6.0]]])
+      >>> blocks, offsets = jnp.array([1, -1]), jnp.array([2, 3])  # the second is padding
+      >>> pages = scatter_kv(pages, k, -k, blocks, offsets, layer=0)
+      >>> pages[1, 0, :, 0, :, 0].tolist()
+      [[0.0, 0.0, 5.0, 0.0], [0.0, 0.0, -5.0, 0.0]]
     """
     if not 0 <= layer < kv_pages.shape[1]:
         raise ValueError(f"{layer=} is not one of the pool's {kv_pages.shape[1]} layers")

@@ -14,8 +14,8 @@ and is for tests; `support` says which can run. `operands` says how a page's byt
 Of the kernels, `decode_gpu` and `prefill_gpu` are for Hopper and Blackwell, `decode_ampere` and
 `prefill_ampere` for Ampere. `pages_gpu` and `pages_ampere` bring the pages, `products_gpu`
 multiplies what lies in shared memory, and `decode_steps_gpu` and `prefill_steps_gpu` hold the
-softmax, which all generations share. `cascade` builds on this op: it
-reads a prefix that sequences share once.
+softmax, which all generations share. `cascade` builds on this op: it reads a prefix that sequences
+share once.
 """
 
 from __future__ import annotations

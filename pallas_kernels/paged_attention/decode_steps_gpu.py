@@ -36,8 +36,8 @@ def num_splits(num_sequences: int, num_kv_heads: int, max_tokens: int) -> int:
 
 
 def split_span(length, sequence, head, split, splits: int, window: int | None) -> Span:
-    """The split's share of the tiles that the sequence's query sees; all but the last two scalars
-    of the kernel."""
+    """The split's share of the tiles that the sequence's query sees; length, sequence, head and
+    split are scalars of the kernel."""
     first = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
     tiles = share_of_tiles(first, length, split, splits)
     return Span(sequence, head, first, length, length, *tiles)

@@ -44,8 +44,7 @@ def prefill_ampere(
     """Partial attentions of the splits: out [splits, T, Hq, D], lse f32[splits, T, Hq].
 
     q [T, Hq, D]; kv_pages [N, L, 2, H, B, D], D a multiple of 64; tables i32[S, M], ids in the
-    pool; lens i32[S]; query_start i32[S + 1]; layer i32[]. Splits as in
-    `prefill_gpu`.
+    pool; lens i32[S]; query_start i32[S + 1]; layer i32[]. Splits as in `prefill_gpu`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs, num_kv_heads = len(lens), kv_pages.shape[3]
