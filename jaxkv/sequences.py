@@ -84,7 +84,7 @@ class Sequences:
         missing = np.maximum(last + 1 - used, 0)
         begun = columns < used
         count = int(missing.sum())
-        written = list(zip(rows[begun].tolist(), columns[begun].tolist(), strict=True))
+        written = self._not_its_own(rows[begun], columns[begun])
         limits.require_blocks(
             count + self._copies_for(written), f"appending to {len(rows)} sequences"
         )
@@ -104,6 +104,14 @@ class Sequences:
         table.next_slot[rows] = first + offsets
         table.slot_end[rows] = first + self._size
         table.lookahead[rows] = table.used[rows] * self._size - lengths
+
+    def _not_its_own(self, rows: np.ndarray, columns: np.ndarray) -> list[tuple[int, int]]:
+        """Those of these cells whose block others name, or find, or a pin keeps."""
+        pool, blocks = self._pool, self._table.blocks[rows, columns]
+        others = (pool.ref_counts[blocks] > 1) | pool.indexed[blocks]
+        if pool.pins:
+            others |= np.isin(blocks, list(pool.pins))
+        return list(zip(rows[others].tolist(), columns[others].tolist(), strict=True))
 
     def _copies_for(self, cells: list[tuple[int, int]]) -> int:
         """Blocks that writing into these (row, column) cells takes."""
