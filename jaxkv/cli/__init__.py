@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from jaxkv.cli import compile_check, generate, replay, simulate, size, snapshot
+from jaxkv.cli import bench, compile_check, generate, replay, simulate, size, snapshot
 from jaxkv.errors import JaxkvError
 
 
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command; its exit status. Bad input is one line on standard error and status 2."""
     parser = _Parser(prog="jaxkv", description="The paged KV-cache memory layer for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, simulate, size, snapshot, replay, compile_check):
+    for command in (generate, bench, simulate, size, snapshot, replay, compile_check):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     try:

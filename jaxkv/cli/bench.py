@@ -1,0 +1,137 @@
+"""`jaxkv bench`: how fast the engine runs a trace's requests on any model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxkv.bench import Measured, continuous, one_by_one, static_batches
+from jaxkv.cli.generate import use_compilation_cache
+from jaxkv.config import DTYPES, CacheConfig
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.scheduler import SchedulerConfig
+from jaxkv.traces import PACKAGED, load_trace
+from jaxkv.workload import Workload
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the command line."""
+    p = commands.add_parser(
+        "bench",
+        help="measure the engine with the requests of a trace",
+        description="Runs requests with the lengths of a trace (and what their prompts share, if "
+        "it says so) through the engine, all submitted at once, greedy, random tokens. Everything "
+        "is compiled first.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument(
+        "--model", type=Path, metavar="PATH", default=argparse.SUPPRESS,
+        help="GGUF file, Hugging Face folder or Orbax checkpoint (default: SmolLM2-135M-Instruct)",
+    )  # fmt: skip
+    p.add_argument(
+        "--trace", default="azure-conv", metavar="TRACE",
+        help="a file (Mooncake or Qwen-Bailian JSON lines, Azure or BurstGPT CSV), or "
+        + ", ".join(PACKAGED),
+    )  # fmt: skip
+    p.add_argument("--requests", type=int, default=64, metavar="N", help="the first N of it")
+    p.add_argument("--scale", type=float, default=8, metavar="X", help="lengths are divided by X")
+    p.add_argument("--max-seqs", type=int, default=32, metavar="N", help="most that run at once")
+    p.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
+    p.add_argument(
+        "--num-blocks", type=int, default=argparse.SUPPRESS, metavar="N",
+        help="blocks in the pool (default: enough for all rows)",
+    )  # fmt: skip
+    p.add_argument(
+        "--chunk", type=int, default=256, metavar="N", help="prompt tokens of one step, at most"
+    )
+    p.add_argument(
+        "--prefix-index", choices=["hash", "radix", "none"], default="hash",
+        help="how cached prefixes are found",
+    )  # fmt: skip
+    p.add_argument(
+        "--steps-per-dispatch", type=int, default=1,
+        help="tokens that the device makes before the host looks",
+    )  # fmt: skip
+    p.add_argument(
+        "--dtype", choices=list(DTYPES), default="float32", help="of weights, activations and cache"
+    )
+    p.add_argument(
+        "--compare", action="store_true",
+        help="run the requests in static batches and one by one, too",
+    )  # fmt: skip
+    p.add_argument("--seed", type=int, default=0, help="of the tokens")
+    p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    from models import default_model, load
+
+    use_compilation_cache()
+    trace = load_trace(args.trace)
+    path = getattr(args, "model", None) or default_model()
+    model = load(path, dtype=args.dtype, progress=True).model
+    work = Workload.of(
+        trace, requests=args.requests, scale=args.scale, vocab_size=model.config.vocab_size,
+        max_len=model.config.max_position_embeddings, seed=args.seed,
+    )  # fmt: skip
+    # A static batch is as long as its longest prompt and its longest output together.
+    longest = max(map(len, work.prompts)) + max(work.max_tokens) if args.compare else work.max_len
+    cache = CacheConfig.for_model(
+        model.config, max_len=min(longest, model.config.max_position_embeddings),
+        max_seqs=min(args.max_seqs, len(work.prompts)), block_size=args.block_size,
+        num_blocks=getattr(args, "num_blocks", None), dtype=args.dtype,
+    )  # fmt: skip
+    buckets = tuple(sorted({min(16, args.chunk), min(64, args.chunk), args.chunk}))
+    scheduler = SchedulerConfig(
+        max_tokens_per_step=args.chunk, prefill_buckets=buckets,
+        decode_steps_per_dispatch=args.steps_per_dispatch,
+    )  # fmt: skip
+    index = None if args.prefix_index == "none" else args.prefix_index
+    engine = Engine(model, cache, scheduler, prefix_index=index)
+    compiling = engine.warm_up()
+    modes = [continuous, static_batches, one_by_one] if args.compare else [continuous]
+    results = [mode(engine, work, progress=True) for mode in modes]
+    if args.json:
+        rows = [dataclasses.asdict(r) | {"tokens_per_s": r.tokens_per_s} for r in results]
+        cells = dataclasses.asdict(cache)
+        print(json.dumps({"workload": work.name, "model": str(path), "cache": cells,
+                          "compile_s": compiling, "results": rows}))  # fmt: skip
+        return 0
+    Console().print(_table(work, results, compiling))
+    return 0
+
+
+def _table(work: Workload, results: list[Measured], compiling: float) -> Table:
+    table = Table(
+        title=f"{work.name}: {sum(map(len, work.prompts))} prompt tokens, "
+        f"{sum(work.max_tokens)} generated",
+        caption=f"{compiling:.0f} s of compiling before, not counted",
+    )
+    table.add_column("")
+    for result in results:
+        table.add_column(result.mode, justify="right")
+
+    def row(name: str, *values: str) -> None:
+        table.add_row(name, *values)
+
+    def pair(values: tuple[float, float]) -> str:
+        return f"{values[0]:.3f} / {values[1]:.3f}"
+
+    row("tokens/s", *(f"{r.tokens_per_s:.1f}" for r in results))
+    row("seconds", *(f"{r.seconds:.2f}" for r in results))
+    row("first token, median / 95 %, s", *(pair(r.first_token_s) for r in results))
+    row("later tokens, median / 95 %, s", *(pair(r.token_s) for r in results))
+    row("prompt tokens computed", *(f"{r.computed_prompt_tokens}" for r in results))
+    row("steps", *(f"{r.steps}" for r in results))
+    row("preemptions", *(f"{r.preemptions}" for r in results))
+    table.add_section()
+    for name in results[0].host_ms:
+        row(f"{name}, ms of a step", *(f"{r.host_ms[name]:.3f}" for r in results))
+    return table
