@@ -292,6 +292,18 @@ class Engine(EngineCore):
             self._collect(self._flights.popleft())
         if idle and not sent and self._scheduler.waiting:
             self._refuse(self._scheduler.waiting[0])
+        return self._take_outputs()
+
+    def drain(self) -> list[RequestOutput]:
+        """Waits for the steps under way, sends none, and gives what they brought.
+
+        Before a look at what has come so far: until then a request may end in a step under way,
+        and `fork` or `rollback` of it fail.
+        """
+        self._drain()
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[RequestOutput]:
         began = time.perf_counter()
         outputs = self._outputs.take()
         self._stats.host.detokenize += time.perf_counter() - began

@@ -110,6 +110,55 @@ def test_nothing_compiles_after_the_first_time(small_model):
     assert engine.stats().preemptions > 0
 
 
+def test_nothing_at_all_compiles_after_a_warm_up(small_model):
+    """Samples, forks, beams' rows, preemption, aborts; both kinds of dispatch."""
+    engine = engine_of(small_model, blocks=20, scheduler={"decode_steps_per_dispatch": 2})
+    state = np.asarray(engine._device.state.kv_pages)
+    assert engine.warm_up(progress=False) > 0
+    np.testing.assert_array_equal(engine._device.state.kv_pages, state)
+    rng, compiled = np.random.default_rng(0), []
+
+    def listen(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for i in range(150):
+            if rng.random() < 0.3:
+                params = SamplingParams(max_tokens=int(rng.integers(1, 9)), seed=i,
+                                        n=int(rng.integers(1, 4)), temperature=1.0)  # fmt: skip
+                last = engine.submit(prompt_of(int(rng.integers(1, 30)), i), params)
+                if rng.random() < 0.1:
+                    engine.abort(last)
+            engine.step()
+        run(engine)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+    assert engine.stats().preemptions > 0
+
+
+def test_a_drain_tells_what_is_under_way(small_model):
+    engine = engine_of(small_model)
+    request = engine.submit(prompt_of(5), greedy(2))
+    told = engine.step()
+    assert engine.is_running(request)
+    told += engine.step()
+    assert engine.is_running(request)  # its last token is on its way
+    told += engine.drain()
+    assert not engine.is_running(request)
+    assert [t for output in told for t in output.new_token_ids] == told[-1].token_ids
+    assert told[-1].finished
+    assert engine.drain() == []
+
+
+@pytest.mark.parametrize("buckets", [(), (3, 2), (0, 4), (1, 2)])
+def test_decode_buckets_that_cannot_be(small_model, buckets):
+    with pytest.raises(ConfigError, match="decode_buckets"):
+        engine_of(small_model, scheduler={"decode_buckets": buckets})
+
+
 def test_an_idle_step_does_nothing(small_model):
     engine, traced = engine_of(small_model), trace_counts.copy()
     assert engine.step() == []
