@@ -8,6 +8,8 @@ starts at the first page that is still seen: the cost is the window's and not th
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,7 +19,9 @@ from pallas_kernels.paged_attention.operands import MASKED, Tile, read_pages
 # a pass outweighs its launches: one of 2048 tokens took 1.4 times what dense attention takes in
 # tiles of 256, 1.1 in 512; one of 1024 would read all of it for a short sequence.
 _DECODE_TILE, _DECODE_TOKENS = 64, 512
-_QUERY_TILE = 64  # queries of one sequence that the prefill loop takes at a time
+# Queries of one sequence that the prefill loop takes at a time, and at its end if no more are left:
+# nine sequences of 28 queries behind 1,488 tokens took 32 ms in tiles of 64 alone, 19 with both.
+_QUERY_TILES = 64, 32
 _KEY_TILE = 256  # tokens that it then reads at a time
 
 
@@ -126,8 +130,7 @@ def prefill_xla(
 ):  # fmt: skip
     """One tile of one sequence's queries at a time, over the pages that it may see.
 
-    A tile's rows past its sequence's end hold the next sequence's queries; their output is
-    rubbish and is overwritten by that sequence's own tile, which starts right there.
+    A tile's rows past its sequence's end hold the next sequence's queries, and are not written.
 
     Arguments as in `paged_attention`, checked, table entries within the pool.
 
@@ -136,20 +139,19 @@ def prefill_xla(
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_pages.shape[3:5]
-    query_tile = min(_QUERY_TILE, max_query_len, num_tokens)
+    sizes = sorted({min(size, max_query_len, num_tokens) for size in _QUERY_TILES}, reverse=True)
     pages_per_tile = max(1, min(tables.shape[1], _KEY_TILE // block_size))
     tile = pages_per_tile * block_size
     tables = _pad_columns(tables, pages_per_tile)
-    q = jnp.pad(q, ((0, query_tile), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, sizes[0]), (0, 0), (0, 0)))
     counts = query_start[1:] - query_start[:-1]
-    tiles_before = jnp.cumsum(-(-counts // query_tile))
     if sinks is not None:
-        sinks = jnp.repeat(sinks.reshape(num_kv_heads, -1), query_tile, axis=1)[..., None]
+        sinks = sinks.reshape(num_kv_heads, -1)
 
-    def query_tile_of(i, outs):
+    def query_tile_of(query_tile, tiles_before, skipped, i, outs):
         s = jnp.searchsorted(tiles_before, i, side="right").astype(jnp.int32)
         first = jnp.where(s > 0, tiles_before[s - 1], 0)
-        offset = (i - first) * query_tile  # of the tile inside its sequence
+        offset = skipped[s] + (i - first) * query_tile  # of the tile inside its sequence
         at = query_start[s] + offset
         length = seq_lens[s]
         if causal:
@@ -179,20 +181,40 @@ def prefill_xla(
         if window is not None:
             first_tile = lax.div(jnp.maximum(positions[0] - (window - 1), 0), jnp.int32(tile))
         num_tiles = lax.div(last_seen + (tile - 1), jnp.int32(tile))
-        carry = lax.fori_loop(first_tile, num_tiles, key_tile, _start(qt.shape, sinks))
+        repeated = None if sinks is None else jnp.repeat(sinks, query_tile, axis=1)[..., None]
+        carry = lax.fori_loop(first_tile, num_tiles, key_tile, _start(qt.shape, repeated))
+        own = (offset + jnp.arange(query_tile) < counts[s])[:, None, None]
 
         def put(out, x):
             x = x.reshape(num_kv_heads, group, query_tile, -1).transpose(2, 0, 1, 3)
             x = x.reshape(query_tile, num_q_heads, -1)
-            return lax.dynamic_update_slice_in_dim(out, x, at, 0)
+            others = lax.dynamic_slice_in_dim(out, at, query_tile, 0)
+            return lax.dynamic_update_slice_in_dim(out, jnp.where(own, x, others), at, 0)
 
         return tuple(map(put, outs, _finish(carry, row_positions >= 0, return_lse)))
 
     widths = (head_dim, 1) if return_lse else (head_dim,)
     outs = tuple(jnp.zeros((*q.shape[:2], width), jnp.float32) for width in widths)
-    outs = lax.fori_loop(0, tiles_before[-1], query_tile_of, outs)
-    # The last tile may have run over the end of the last sequence.
+    for size, tiles, skipped in _shares(counts, sizes):
+        before = jnp.cumsum(tiles)
+        body = functools.partial(query_tile_of, size, before, skipped)
+        outs = lax.fori_loop(0, before[-1], body, outs)
     live = jnp.arange(num_tokens)[:, None, None] < query_start[-1]
     return tuple(
         jnp.where(live, x[:num_tokens], fill) for x, fill in zip(outs, _FILLS, strict=False)
     )
+
+
+def _shares(counts, sizes):
+    """For each size: (size, tiles of each sequence, queries of it before the first of them)."""
+    large, small = sizes[0], sizes[-1]
+    none = jnp.zeros_like(counts)
+    if large == small:
+        return [(large, -(-counts // large), none)]
+    rest = counts % large
+    is_small = (rest > 0) & (rest <= small)
+    up_to_large = jnp.where(is_small, counts - rest, counts)
+    return [
+        (large, -(-up_to_large // large), none),
+        (small, is_small.astype(jnp.int32), counts - rest),
+    ]

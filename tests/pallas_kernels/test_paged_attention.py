@@ -170,6 +170,16 @@ def test_few_queries_over_many_keys_is_the_end_of_full_causal(counts, padding):
         np.testing.assert_allclose(run(part), want, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_sequences_that_end_inside_tiles_of_either_size(window):
+    """The XLA path takes tiles of 64 queries, and 32 at the end of a sequence."""
+    counts = [100, 30, 64, 65, 96, 0, 97, 1, 33, 32, 128]
+    lens = [100, 90, 64, 70, 96, 7, 200, 5, 33, 50, 130]
+    case = make(lens, counts, block=16, fill=np.nan, padding_tokens=3, max_query_len=128)
+    out = run(case, "xla", window=window)
+    np.testing.assert_allclose(out, oracle(case, window=window), atol=2e-5)
+
+
 METADATA = ("tables", "lens", "query_start")
 
 
