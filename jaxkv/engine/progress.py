@@ -18,6 +18,7 @@ class Progress:
       sequences: whose row it is; None: nobody's.
       keys: i64[R]; their keys, -1 for nobody's. A key never comes back.
       known: i64[R]; tokens that the host has seen, the prompt included.
+      newest: i64[R]; the last of them.
       scheduled: i64[R]; leading positions whose KV has been computed, or is being.
       appended: i64[R]; leading tokens that the block manager knows.
       end: i64[R]; length at which the sequence ends.
@@ -29,10 +30,11 @@ class Progress:
 
     def __init__(self, max_seqs: int):
         self.sequences: list[Sequence | None] = [None] * max_seqs
-        self._columns = np.zeros((6, max_seqs), np.int64)
-        self.keys, self.known, self.scheduled, self.appended, self.end, self.logprobs = (
-            self._columns
-        )
+        self._columns = np.zeros((7, max_seqs), np.int64)
+        (
+            self.keys, self.known, self.newest, self.scheduled, self.appended, self.end,
+            self.logprobs,
+        ) = self._columns  # fmt: skip
         self.keys[:] = -1
         self.stop_ids = np.full((max_seqs, MAX_STOP_TOKENS), -1, np.int64)
         self.plain = np.zeros(max_seqs, bool)
@@ -43,7 +45,8 @@ class Progress:
         request, params = sequence.request, sequence.request.params
         sequence.row, self.sequences[row] = row, sequence
         self._columns[:, row] = (
-            sequence.key, len(sequence.tokens), scheduled, appended, request.end, request.logprobs
+            sequence.key, len(sequence.tokens), sequence.tokens[-1], scheduled, appended,
+            request.end, request.logprobs,
         )  # fmt: skip
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
@@ -60,6 +63,11 @@ class Progress:
         sequence.awaited = self.in_flight(sequence)
         self.sequences[sequence.row], self.keys[sequence.row] = None, -1
         sequence.row = -1
+
+    def tokens_changed(self, sequence: Sequence) -> None:
+        """A list of its own has taken the place of a running sequence's tokens."""
+        tokens = sequence.tokens
+        self.known[sequence.row], self.newest[sequence.row] = len(tokens), tokens[-1]
 
     # -- one sequence ------------------------------------------------------------------------
 

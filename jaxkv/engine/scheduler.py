@@ -197,6 +197,7 @@ class Scheduler:
         sequence.tokens.append(token)
         if sequence.status is Status.RUNNING:
             self.at.known[sequence.row] += 1
+            self.at.newest[sequence.row] = token
         else:
             sequence.awaited -= 1
 
@@ -322,11 +323,11 @@ class Scheduler:
             if not len(rows):
                 return
             positions = at.appended[rows]
-            tokens = [
-                at.sequences[row].tokens[position]
-                for row, position in zip(rows.tolist(), positions.tolist(), strict=True)
-            ]
-            self.manager.append_batch(self._select(rows), np.array(tokens))
+            tokens = at.newest[rows]
+            older = positions + 1 < at.known[rows]
+            for i in np.flatnonzero(older).tolist():
+                tokens[i] = at.sequences[rows[i]].tokens[positions[i]]
+            self.manager.append_batch(self._select(rows), tokens)
             at.appended[rows] = positions + 1
             self.manager.commit_batch(self._select(rows), np.ones(len(rows), np.int64))
 
@@ -344,7 +345,7 @@ class Scheduler:
         if sequence.status is not Status.RUNNING:
             return
         at, row, length = self.at, sequence.row, len(sequence.tokens)
-        at.known[row] = length
+        at.tokens_changed(sequence)
         # The last token is computed again, since its logits are wanted.
         at.scheduled[row] = min(at.scheduled[row], length - 1)
         at.appended[row] = min(at.appended[row], length)
@@ -473,7 +474,7 @@ class Scheduler:
             self.manager.reorder([s.key for s in live], parents)
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
-            self.at.known[sequence.row] = len(sequence.tokens)
+            self.at.tokens_changed(sequence)
             sequence.cumulative_logprob = one.logprob
         return [live[row] for row in spare]
 
