@@ -74,8 +74,10 @@ class EngineCore:
         namespace: Any, stop_ids: frozenset[int], end: int, unforked: int = 0,
     ) -> Request:  # fmt: skip
         number = next(self._numbers)
-        while request_id is None or request_id in self._requests:
-            request_id, number = number, next(self._numbers)
+        if request_id is None:
+            while number in self._requests:  # a user's own name
+                number = next(self._numbers)
+            request_id = number
         first_in = -priority if self.config.policy == "priority" else 0
         seed = int(self._seeds.integers(2**32)) if params.seed is None else params.seed
         request = Request(
@@ -93,13 +95,13 @@ class EngineCore:
         while self._flights:
             self._collect(self._flights.popleft())
 
-    def _send(self) -> bool:
-        """Schedules and dispatches one step; whether there was one."""
+    def _send(self) -> bool | None:
+        """Schedules and dispatches one step; whether it went off. None: there is none."""
         began = time.perf_counter()
         work = self._scheduler.schedule()
         scheduled = time.perf_counter()
         if work is None:
-            return False
+            return None
         plan, now = self.manager.take_plan(), self.clock()
         for sequence in work.admitted:
             if sequence.request.timings.scheduled is None:

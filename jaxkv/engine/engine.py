@@ -288,9 +288,9 @@ class Engine(EngineCore):
             self._drain()  # what its hypotheses become decides what is computed next
         idle = not self._flights
         sent = self._send()
-        while len(self._flights) > (sent and self.config.pipeline):
+        while len(self._flights) > bool(sent and self.config.pipeline):
             self._collect(self._flights.popleft())
-        if idle and not sent and self._scheduler.waiting:
+        if idle and sent is None and self._scheduler.waiting:
             self._refuse(self._scheduler.waiting[0])
         return self._take_outputs()
 

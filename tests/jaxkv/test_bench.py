@@ -47,6 +47,7 @@ def test_a_request_that_fails_is_an_error(small_model, load):
     engine._device.send = None
     with pytest.raises(RuntimeError, match="continuous batching: TypeError"):
         continuous(engine, load)
+    verify_idle(engine)
 
 
 @pytest.fixture

@@ -159,6 +159,18 @@ def test_decode_buckets_that_cannot_be(small_model, buckets):
         engine_of(small_model, scheduler={"decode_buckets": buckets})
 
 
+def test_a_step_that_cannot_be_sent_says_nothing_of_those_that_wait(small_model):
+    engine = engine_of(small_model)
+    ids = [engine.submit(prompt_of(2, i), greedy(3)) for i in range(6)]  # 4 at a time
+    send, engine._device.send = engine._device.send, None
+    outputs = engine.step()
+    engine._device.send = send
+    outputs += run(engine).values()
+    errors = {output.request_id: output.error for output in outputs if output.finished}
+    assert [errors[i] is None for i in ids] == [False] * 4 + [True] * 2
+    assert all("TypeError" in errors[i] for i in ids[:4])
+
+
 def test_an_idle_step_does_nothing(small_model):
     engine, traced = engine_of(small_model), trace_counts.copy()
     assert engine.step() == []
