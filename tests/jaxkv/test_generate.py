@@ -102,7 +102,10 @@ def paged_logits(model, sequences, block_size, chunk=64):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "block_size",
+    [1, 16, 128, *(pytest.param(b, marks=pytest.mark.slow) for b in (2, 8, 32, 64))],
+)
 def test_paged_equals_unpaged(small_model, block_size):
     """Lengths of 1, over, on and one past block edges, and the longest possible."""
     b = block_size
