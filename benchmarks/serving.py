@@ -56,7 +56,8 @@ def run_peer(script: str, python: str, options: list[str], work: Workload) -> di
         command = [python, str(PEERS / script), "--workload", str(workload), "--json", str(out)]
         subprocess.run(command + options, check=True)
         row = json.loads(out.read_text())
-    return {"name": f"{row['peer']} {row['version']}", **row}
+    row["settings"].pop("gguf", None)  # a path of this machine
+    return {"name": row["version"], **row}
 
 
 def agreement(rows: list[dict]) -> None:
