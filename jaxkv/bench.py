@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.statistics import EngineStats
+from jaxkv.errors import JaxkvError
 from jaxkv.sampling_params import SamplingParams
 from jaxkv.workload import Workload
 
@@ -72,7 +73,7 @@ def static_batches(engine: Engine, load: Workload, *, progress: bool = False) ->
     padded = dataclasses.replace(load, prompts=prompts, max_tokens=max_tokens)
     done = _measure("static batches", engine, padded, batches, progress)
     tokens = [ids[:n] for ids, n in zip(done.token_ids, load.max_tokens, strict=True)]
-    return dataclasses.replace(done, generated_tokens=sum(load.max_tokens), token_ids=tokens)
+    return dataclasses.replace(done, generated_tokens=sum(map(len, tokens)), token_ids=tokens)
 
 
 def one_by_one(engine: Engine, load: Workload, *, progress: bool = False) -> Measured:
@@ -95,7 +96,7 @@ def _measure(
     finals = list(itertools.chain.from_iterable(outputs))
     errors = {output.error for output in finals if output.error is not None}
     if errors:
-        raise RuntimeError(f"{mode}: {errors.pop()}")
+        raise JaxkvError(f"{mode}: {errors.pop()}")
     timings = [output.timings for output in finals]
     # From the start of all, not from when a batch was formed.
     first = [(t.first_token or 0) - began for t in timings]

@@ -25,9 +25,10 @@ from jaxkv.engine.requests import (
     Timings,
     TokenLogprobs,
 )
-from jaxkv.engine.scheduler import Scheduler, SchedulerConfig, Work
+from jaxkv.engine.scheduler import Scheduler, SchedulerConfig
 from jaxkv.engine.statistics import EngineStats
 from jaxkv.engine.steps import trace_counts
+from jaxkv.engine.work import Work
 from jaxkv.reports import Plan
 from jaxkv.sampling import ProcessorError
 from jaxkv.sampling_params import SamplingParams

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxkv.config import CacheConfig
 from jaxkv.engine.requests import Sequence
-from jaxkv.engine.scheduler import Chunk, SchedulerConfig, Work
+from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.engine.steps import Entries, Steps, make_steps
+from jaxkv.engine.work import Chunk, Work
 from jaxkv.errors import ConfigError
 from jaxkv.reports import Plan
 from jaxkv.sampling import Sampled, SamplerState, copy_rows, set_rows

@@ -156,6 +156,8 @@ class Engine(EngineCore):
         )  # fmt: skip
         request.num_cached_tokens = old.num_cached_tokens
         request.prompt_logprobs = old.prompt_logprobs
+        if old.timings.first_token is not None:  # the child has it, too
+            request.timings.first_token = request.timings.submitted
         child = self._scheduler.sequence(request, parent.tokens)
         child.reported, child.shown = parent.reported, parent.shown
         child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
@@ -259,8 +261,9 @@ class Engine(EngineCore):
     def warm_up(self, *, progress: bool = True) -> float:
         """Compiles all that steps will need, so that no request waits for it; gives the seconds.
 
-        All forms of steps, as the scheduler's buckets say, but for log-probabilities and logits
-        processors: those compile when a request first asks for them. With JAX's compilation cache
+        All forms of steps, as the scheduler's buckets say, but for log-probabilities, logits
+        processors, drafts and prompts with more samples than their bucket has tokens: those compile
+        when a request first asks for them. With JAX's compilation cache
         (`jax.config.update("jax_compilation_cache_dir", ...)`) another process finds them there.
 
         Args:

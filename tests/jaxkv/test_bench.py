@@ -8,6 +8,7 @@ from engine_cases import MAX_LEN, engine_of, verify_idle
 
 from jaxkv.bench import continuous, one_by_one, static_batches
 from jaxkv.cli import main
+from jaxkv.errors import JaxkvError
 from jaxkv.traces import Trace
 from jaxkv.workload import Workload
 
@@ -45,7 +46,7 @@ def test_a_static_batch_computes_its_padding(small_model, load):
 def test_a_request_that_fails_is_an_error(small_model, load):
     engine = engine_of(small_model)
     engine._device.send = None
-    with pytest.raises(RuntimeError, match="continuous batching: TypeError"):
+    with pytest.raises(JaxkvError, match="continuous batching: TypeError"):
         continuous(engine, load)
     verify_idle(engine)
 

@@ -54,6 +54,20 @@ def test_a_fork_goes_on_from_where_the_other_is(small_model):
     assert [len(o.token_ids) for o in outputs.values()] == [14] * 3
 
 
+def test_a_fork_has_its_first_token_and_old_outputs_keep_theirs(small_model):
+    engine = engine_of(small_model)
+    trunk = engine.submit(prompt_of(5), greedy(12))
+    held = None
+    while held is None or held.num_tokens < 4:
+        held = next(iter(engine.step()), held)
+    tokens = held.token_ids
+    child = engine.fork(trunk)
+    engine.rollback(trunk, 2)
+    outputs = run(engine)
+    assert held.token_ids == tokens
+    assert outputs[child, 0].timings.first_token is not None
+
+
 def test_forks_without_a_row_wait_for_one(small_model):
     engine, prompt = engine_of(small_model, max_seqs=1), prompt_of(9)
     a = engine.submit(prompt, greedy(8))
