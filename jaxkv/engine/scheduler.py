@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv.block_manager import BlockManager
 from jaxkv.engine.beam import Continuation
+from jaxkv.engine.prefixes import PrefixesUnderWay
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.engine.work import Chunk, Work
@@ -96,7 +97,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by order
         self.at = Progress(manager.max_seqs)
         self._in_order: np.ndarray | None = None  # rows of the running ones, until they change
-        self._computing: dict[bytes, Sequence] = {}  # hash of a block: who is computing it
+        self._prefixes = PrefixesUnderWay(manager, enabled=config.defer_shared_prefixes)
         self._selected: tuple[np.ndarray, Rows] | None = None  # keys, and what they were last
         self._keys = itertools.count()
 
@@ -133,7 +134,7 @@ class Scheduler:
         if sequence.error is None:
             self._sync(np.array([sequence.row]))
         self.manager.free(sequence.key)
-        self._computed(sequence)
+        self._prefixes.end(sequence)
         self.at.close(sequence)
 
     def take(self, sequence: Sequence, token: int) -> None:
@@ -214,7 +215,7 @@ class Scheduler:
                 keys.append(sequence.key)
                 counts.append(chunk.count)
             if chunk.last:
-                self._computed(chunk.sequence)
+                self._prefixes.end(chunk.sequence)
         # Steps run in the order in which they are sent off: whoever finds these blocks from now on
         # reads them later.
         if keys:
@@ -326,7 +327,7 @@ class Scheduler:
             request = sequence.request
             if sequence.awaited:  # preempted so lately that its last token has not come yet
                 break
-            if self._must_wait_for_prefix(sequence):
+            if self._prefixes.must_wait(sequence):
                 deferred += 1
                 continue
             try:
@@ -346,7 +347,7 @@ class Scheduler:
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = allocation.num_cached_tokens
             admitted.append(sequence)
-            self._computes(sequence)
+            self._prefixes.begin(sequence, allocation.num_cached_tokens)
             chunks.append(self._chunk(allocation.row, budget))
             budget -= chunks[-1].count
         return budget
@@ -427,37 +428,6 @@ class Scheduler:
         others = [s for s in self.running if s.request is not request]
         if len(self.running) == self.manager.max_seqs:
             self.preempt(others[-1], "a beam search needs a row for each hypothesis")
-
-    # -- prefixes that are being computed ----------------------------------------------------
-
-    def _must_wait_for_prefix(self, sequence: Sequence) -> bool:
-        """Whether the first block that it does not find is being computed by another."""
-        if not self._computing or sequence.request.wants_prompt_logprobs:
-            return False
-        hashes, size = self._hashes(sequence), self.manager.block_size
-        found = self.manager.lookup(sequence.tokens, namespace=sequence.request.namespace) // size
-        usable = (len(sequence.tokens) - 1) // size  # the last token is computed anyway
-        return found < usable and hashes[found] in self._computing
-
-    def _computes(self, sequence: Sequence) -> None:
-        """Says that a sequence is computing its blocks."""
-        if self.manager.prefix_index is not None and self.config.defer_shared_prefixes:
-            found = int(self.at.scheduled[sequence.row]) // self.manager.block_size
-            for block_hash in self._hashes(sequence)[found:]:
-                self._computing.setdefault(block_hash, sequence)
-
-    def _hashes(self, sequence: Sequence) -> list[bytes]:
-        if len(sequence.hashes) < len(sequence.tokens) // self.manager.block_size:
-            sequence.hashes = self.manager.block_hashes(
-                sequence.tokens, namespace=sequence.request.namespace
-            )
-        return sequence.hashes
-
-    def _computed(self, sequence: Sequence) -> None:
-        if self._computing:
-            mine = [h for h, owner in self._computing.items() if owner is sequence]
-            for block_hash in mine:
-                del self._computing[block_hash]
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv import BlockManager, CacheConfig, Engine, SamplingParams, SchedulerConfig
+from jaxkv.engine.prefixes import PrefixesUnderWay
 
 MAX_LEN, BLOCK, MAX_SEQS = 64, 4, 4
 SCHEDULER = SchedulerConfig(max_tokens_per_step=16, prefill_buckets=(16,))
@@ -29,6 +30,8 @@ def engine_of(model, blocks=40, *, scheduler=None, max_seqs=MAX_SEQS, block_size
     engine.manager = engine._scheduler.manager = BlockManager.for_config(
         small, debug=True, **options
     )
+    enabled = engine.config.defer_shared_prefixes
+    engine._scheduler._prefixes = PrefixesUnderWay(engine.manager, enabled=enabled)
     return engine
 
 
@@ -60,7 +63,7 @@ def verify_idle(engine):
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.blocks.active) == (0, 0, 0), stats
     assert not engine._requests
-    assert not engine._scheduler._computing
+    assert not engine._scheduler._prefixes._owners
     assert not engine._searching
     assert not engine._flights
     engine.manager.take_plan()

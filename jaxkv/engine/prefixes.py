@@ -1,0 +1,49 @@
+"""Prefixes that are being computed: who needs one waits for it. Host code: imports no JAX."""
+
+from __future__ import annotations
+
+from jaxkv.block_manager import BlockManager
+from jaxkv.engine.requests import Sequence
+
+
+class PrefixesUnderWay:
+    """Blocks that running sequences compute and that nobody can find yet.
+
+    Args:
+      manager: the pool's.
+      enabled: whether anybody waits.
+    """
+
+    def __init__(self, manager: BlockManager, *, enabled: bool):
+        self._manager = manager
+        self._enabled = enabled and manager.prefix_index is not None
+        self._owners: dict[bytes, Sequence] = {}  # hash of a block: who is computing it
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Whether the first block that it does not find is being computed by another."""
+        if not self._owners or sequence.request.wants_prompt_logprobs:
+            return False
+        hashes, size = self._hashes(sequence), self._manager.block_size
+        found = self._manager.lookup(sequence.tokens, namespace=sequence.request.namespace) // size
+        usable = (len(sequence.tokens) - 1) // size  # the last token is computed anyway
+        return found < usable and hashes[found] in self._owners
+
+    def begin(self, sequence: Sequence, num_cached: int) -> None:
+        """A sequence computes its blocks behind the `num_cached` tokens that it found."""
+        if self._enabled:
+            for block_hash in self._hashes(sequence)[num_cached // self._manager.block_size :]:
+                self._owners.setdefault(block_hash, sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """It has computed them, or lost them."""
+        if self._owners:
+            mine = [h for h, owner in self._owners.items() if owner is sequence]
+            for block_hash in mine:
+                del self._owners[block_hash]
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        if len(sequence.hashes) < len(sequence.tokens) // self._manager.block_size:
+            sequence.hashes = self._manager.block_hashes(
+                sequence.tokens, namespace=sequence.request.namespace
+            )
+        return sequence.hashes
