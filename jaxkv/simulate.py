@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxkv.belady import belady_hit_rate
 from jaxkv.errors import ConfigError
+from jaxkv.progress_bar import progress_bar
 from jaxkv.trace_replay import Replay, Service, Timeline
 from jaxkv.traces import Trace, load_trace
-
-_BAR = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +126,7 @@ def simulate(
     if num_blocks < 1 or block_size < 1:
         raise ConfigError(f"{num_blocks=} and {block_size=} must be positive")
     replay = Replay(trace, num_blocks, policy, block_size, prefix_index, service)
-    console = Console(stderr=True)
-    with Progress(*_BAR, console=console, transient=True, disable=not progress) as bar:
+    with progress_bar(shown=progress) as bar:
         requests = replay.live() if service else replay.instant()
         what = f"{trace.name}, {num_blocks} blocks"
         deque(bar.track(requests, total=len(trace), description=what), maxlen=0)  # runs it

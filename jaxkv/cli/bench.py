@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from jaxkv.bench import Measured, continuous, one_by_one, static_batches
-from jaxkv.cli.generate import use_compilation_cache
-from jaxkv.config import DTYPES, CacheConfig
+from jaxkv.cli.options import add_engine_options, load_model, prefix_index
+from jaxkv.config import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.traces import PACKAGED, load_trace
@@ -29,10 +28,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "is compiled first.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument(
-        "--model", type=Path, metavar="PATH", default=argparse.SUPPRESS,
-        help="GGUF file, Hugging Face folder or Orbax checkpoint (default: SmolLM2-135M-Instruct)",
-    )  # fmt: skip
+    add_engine_options(p)
     p.add_argument(
         "--trace", default="azure-conv", metavar="TRACE",
         help="a file (Mooncake or Qwen-Bailian JSON lines, Azure or BurstGPT CSV), or "
@@ -41,24 +37,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--requests", type=int, default=64, metavar="N", help="the first N of it")
     p.add_argument("--scale", type=float, default=8, metavar="X", help="lengths are divided by X")
     p.add_argument("--max-seqs", type=int, default=32, metavar="N", help="most that run at once")
-    p.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
-    p.add_argument(
-        "--num-blocks", type=int, default=argparse.SUPPRESS, metavar="N",
-        help="blocks in the pool (default: enough for all rows)",
-    )  # fmt: skip
     p.add_argument(
         "--chunk", type=int, default=256, metavar="N", help="prompt tokens of one step, at most"
-    )
-    p.add_argument(
-        "--prefix-index", choices=["hash", "radix", "none"], default="hash",
-        help="how cached prefixes are found",
-    )  # fmt: skip
-    p.add_argument(
-        "--steps-per-dispatch", type=int, default=1,
-        help="tokens that the device makes before the host looks",
-    )  # fmt: skip
-    p.add_argument(
-        "--dtype", choices=list(DTYPES), default="float32", help="of weights, activations and cache"
     )
     p.add_argument(
         "--compare", action="store_true",
@@ -71,12 +51,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    from models import default_model, load
-
-    use_compilation_cache()
     trace = load_trace(args.trace)
-    path = getattr(args, "model", None) or default_model()
-    model = load(path, dtype=args.dtype, progress=True).model
+    checkpoint, path = load_model(args)
+    model = checkpoint.model
     work = Workload.of(
         trace, requests=args.requests, scale=args.scale, vocab_size=model.config.vocab_size,
         max_len=model.config.max_position_embeddings, seed=args.seed,
@@ -93,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
         max_tokens_per_step=args.chunk, prefill_buckets=buckets,
         decode_steps_per_dispatch=args.steps_per_dispatch,
     )  # fmt: skip
-    index = None if args.prefix_index == "none" else args.prefix_index
-    engine = Engine(model, cache, scheduler, prefix_index=index)
+    engine = Engine(model, cache, scheduler, prefix_index=prefix_index(args))
     compiling = engine.warm_up()
     modes = [continuous, static_batches, one_by_one] if args.compare else [continuous]
     results = [mode(engine, work, progress=True) for mode in modes]

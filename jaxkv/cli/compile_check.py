@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxkv.compile_check.targets import NAMES, Target
+from jaxkv.progress_bar import progress_bar
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -55,10 +55,9 @@ def run(args: argparse.Namespace) -> int:
     if not names:
         raise ConfigError(f"--only leaves none of these steps: {'; '.join(programs())}")
     jobs = [(target, name) for target in targets for name in names]
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     rows = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        for row in bar.track(compile_all(jobs), total=len(jobs)):
+    with progress_bar() as bar:
+        for row in bar.track(compile_all(jobs), total=len(jobs), description="compiling"):
             rows[row.target, row.program] = row
     ordered = [rows[job] for job in jobs]
     if args.json is not None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from pathlib import Path
 
-import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jaxkv.config import DTYPES
+from jaxkv.cli.options import add_engine_options, load_model, prefix_index
 from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.errors import ConfigError
 from jaxkv.generate import Generation, default_cache, generate
+from jaxkv.progress_bar import progress_bar
 from jaxkv.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -31,10 +29,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
     p.add_argument("--prompts-file", type=Path, metavar="FILE", help="more prompts, one per line")
     p.add_argument("--chat", action="store_true", help="apply the model's chat template")
-    p.add_argument(
-        "--model", type=Path, metavar="PATH", default=argparse.SUPPRESS,
-        help="GGUF file, Hugging Face folder or Orbax checkpoint (default: SmolLM2-135M-Instruct)",
-    )  # fmt: skip
+    add_engine_options(p)
     p.add_argument("--max-tokens", type=int, default=64, help="most tokens for each prompt")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0 is off")
@@ -44,29 +39,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     p.add_argument(
         "--beam-width", type=int, default=0, help="search so many hypotheses at a time; 0 is off"
     )
-    p.add_argument(
-        "--prefix-index", choices=["hash", "radix", "none"], default="hash",
-        help="how cached prefixes are found",
-    )  # fmt: skip
-    p.add_argument(
-        "--steps-per-dispatch", type=int, default=1,
-        help="tokens that the device makes before the host looks",
-    )  # fmt: skip
-    p.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
-    p.add_argument(
-        "--num-blocks", type=int, default=argparse.SUPPRESS,
-        help="blocks in the pool (default: enough for the prompts)",
-    )  # fmt: skip
-    p.add_argument(
-        "--dtype", choices=list(DTYPES), default="float32", help="of weights, activations and cache"
-    )
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    from models import default_model, load  # the one place where jaxkv looks outward
     from models.tokenizer import Detokenizer
 
     texts = list(args.prompts)
@@ -87,10 +65,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--beam-width goes without --n and --temperature: it draws nothing")
         params = BeamSearchParams(width=args.beam_width, max_tokens=args.max_tokens)
     samples = params.num_samples
-    use_compilation_cache()
-    checkpoint = load(
-        getattr(args, "model", None) or default_model(), dtype=args.dtype, progress=True
-    )
+    checkpoint, _ = load_model(args)
     tokenizer = checkpoint.tokenizer
     if args.chat:
         rendered = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
@@ -108,13 +83,7 @@ def run(args: argparse.Namespace) -> int:
     )
     streaming = len(prompts) == samples == 1 and not args.json
     stream = Detokenizer(tokenizer)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("generating", total=len(prompts) * samples * args.max_tokens)
 
         def on_token(_: int, token: int) -> None:
@@ -129,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         result = generate(
             checkpoint.model, prompts, params, cache=cache, on_token=on_token,
             scheduler=SchedulerConfig(decode_steps_per_dispatch=args.steps_per_dispatch),
-            prefix_index=None if args.prefix_index == "none" else args.prefix_index,
+            prefix_index=prefix_index(args),
         )  # fmt: skip
     outputs = [
         {
@@ -158,12 +127,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"{'' if args.chat else output['prompt']}{output['text']}\n")
     Console().print(_table(result, cache.block_size))
     return 0
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled steps on disk between runs of the command line."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(base / "jaxkv" / "xla"))
 
 
 def _table(result: Generation, block_size: int) -> Table:

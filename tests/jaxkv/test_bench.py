@@ -60,7 +60,7 @@ def checkpoint(tmp_path, small_model):
 
 
 def test_the_command_prints_json_or_a_table(capsys, checkpoint, monkeypatch):
-    monkeypatch.setattr("jaxkv.cli.bench.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.options.use_compilation_cache", lambda: None)
     args = ["bench", "--model", str(checkpoint), "--requests", "5", "--scale", "64",
             "--max-seqs", "2", "--chunk", "16", "--compare"]  # fmt: skip
     assert main([*args, "--json"]) == 0

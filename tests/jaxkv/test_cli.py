@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("jaxkv.cli.generate.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.options.use_compilation_cache", lambda: None)
 
 
 def run(capsys, *args):
