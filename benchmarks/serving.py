@@ -28,6 +28,8 @@ from jaxkv.workload import Workload
 from models import default_model, load
 
 PEERS = Path(__file__).parent / "peers"
+# None of them is the fastest everywhere, and the best peer counts.
+LLAMA_CPP = {"": [], ", one cache for all": ["--kv-unified"], ", flash attention": ["--flash-attn"]}
 
 
 def run_jaxkv(work: Workload, max_seqs: int, chunk: int, modes) -> list[dict]:
@@ -48,8 +50,8 @@ def run_jaxkv(work: Workload, max_seqs: int, chunk: int, modes) -> list[dict]:
     ]
 
 
-def run_peer(script: str, python: str, options: list[str], work: Workload) -> dict:
-    """A peer's row."""
+def run_peer(script: str, python: str, options: list[str], work: Workload, how: str = "") -> dict:
+    """A peer's row, and in its name how it was run."""
     with tempfile.TemporaryDirectory() as folder:
         workload, out = Path(folder) / "workload.json", Path(folder) / "out.json"
         work.save(workload)
@@ -57,7 +59,7 @@ def run_peer(script: str, python: str, options: list[str], work: Workload) -> di
         subprocess.run(command + options, check=True)
         row = json.loads(out.read_text())
     row["settings"].pop("gguf", None)  # a path of this machine
-    return {"name": row["version"], **row}
+    return {"name": row["version"] + how, **row}
 
 
 def agreement(rows: list[dict]) -> None:
@@ -87,10 +89,11 @@ def main() -> int:
     )  # fmt: skip
     rows = run_jaxkv(work, args.max_seqs, args.chunk, [continuous, static_batches, one_by_one])
     options = ["--gguf", args.gguf, "--max-seqs", str(args.max_seqs)]
-    for script, python in (("llama_cpp_serve.py", args.llama_cpp),
-                           ("hf_generate_batch.py", args.transformers)):  # fmt: skip
-        if python:
-            rows.append(run_peer(script, python, options, work))
+    if args.llama_cpp:
+        rows += [run_peer("llama_cpp_serve.py", args.llama_cpp, options + more, work, how)
+                 for how, more in LLAMA_CPP.items()]  # fmt: skip
+    if args.transformers:
+        rows.append(run_peer("hf_generate_batch.py", args.transformers, options, work))
     agreement(rows)
     table = Table(title=f"{work.name}: {sum(map(len, work.prompts))} prompt tokens, "
                   f"{sum(work.max_tokens)} generated")  # fmt: skip

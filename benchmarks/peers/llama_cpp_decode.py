@@ -37,13 +37,9 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp_setup import KV_TYPES, flash_attention, load_model
 
-KV_TYPES = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16}
 UBATCH = 512
-
-
-def quiet(level: int, text: bytes, data: Any) -> None:
-    """A log callback that drops everything: llama.cpp prints pages while it loads."""
 
 
 class Decoder:
@@ -68,11 +64,7 @@ class Decoder:
         params.n_seq_max = streams
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = KV_TYPES[kv_type]
-        params.flash_attn_type = (
-            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            if flash_attn
-            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
+        params.flash_attn_type = flash_attention(flash_attn)
         params.kv_unified = kv_unified
         params.no_perf = True
         self.context = llama_cpp.llama_init_from_model(model, params)
@@ -198,15 +190,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="write meta and rows here")
     args = parser.parse_args()
 
-    # Kept in a name for as long as llama.cpp may call it.
-    callback = llama_cpp.llama_log_callback(quiet)
-    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
-    llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(
-        os.fsencode(args.gguf), llama_cpp.llama_model_default_params()
-    )
-    if not model:
-        raise SystemExit(f"llama.cpp could not load {args.gguf}")
+    model = load_model(args.gguf)
 
     def make(streams: int, kv_type: str, flash_attn: bool, kv_unified: bool) -> Decoder:
         return Decoder(

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import heapq
-import os
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,12 +38,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import workload
-
-KV_TYPES = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16}
-
-
-def quiet(level: int, text: bytes, data: Any) -> None:
-    """A log callback that drops everything: llama.cpp prints pages while it loads."""
+from llama_cpp_setup import KV_TYPES, flash_attention, load_model
 
 
 @dataclass
@@ -74,11 +68,7 @@ class Server:
         params.n_seq_max = args.max_seqs
         params.n_threads = params.n_threads_batch = args.threads
         params.type_k = params.type_v = KV_TYPES[args.kv_type]
-        params.flash_attn_type = (
-            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            if args.flash_attn
-            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
+        params.flash_attn_type = flash_attention(args.flash_attn)
         params.kv_unified = args.kv_unified
         params.no_perf = True
         self.context = llama_cpp.llama_init_from_model(model, params)
@@ -173,15 +163,7 @@ def main() -> None:
         parser.error(f"{args.n_batch=} has no room for a token of each of {args.max_seqs=}")
     requests = workload.read(args.workload)
 
-    # Kept in a name for as long as llama.cpp may call it.
-    callback = llama_cpp.llama_log_callback(quiet)
-    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
-    llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(
-        os.fsencode(args.gguf), llama_cpp.llama_model_default_params()
-    )
-    if not model:
-        raise SystemExit(f"llama.cpp could not load {args.gguf}")
+    model = load_model(args.gguf)
 
     server = Server(model, max(request.positions for request in requests), args)
     server.serve(workload.warm_up_requests(args.max_seqs, server.vocab_size))
