@@ -20,6 +20,7 @@ from jaxkv.engine.outputs import Outputs
 from jaxkv.engine.requests import (
     FinishReason,
     Request,
+    RequestOutput,
     Sequence,
     Status,
     Timings,
@@ -64,6 +65,7 @@ class EngineCore:
         self._flights: deque[Flight] = deque()
         self._forks: list[tuple[Sequence, Sequence]] = []  # whose rows are to be copied
         self._outputs = Outputs(tokenizer)
+        self._kept: list[RequestOutput] = []  # of other requests while `generate` ran
         self._searching: list[Request] = []  # beam searches: their hypotheses step together
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)

@@ -188,7 +188,8 @@ class Device:
             size = max(_MIN_PLAN, form.decodes)
             step = self._steps.decode
             options["num_steps"] = form.num_steps
-        if len(plan.copies) or len(plan.cells) > size or len(plan.lengths) > size:
+        plan = self._copy_blocks(plan)
+        if max(len(plan.cells), len(plan.lengths)) > size:
             # Too many changes for the step's own small plan (a prompt came or went).
             self.apply(plan)
             plan = Plan.empty()
@@ -219,15 +220,20 @@ class Device:
         return sampled
 
     def apply(self, plan: Plan) -> None:
-        """The tables follow the manager without a step. Block copies go first, by themselves, so
-        that there are as few forms as there are sizes."""
-        if len(plan.copies):
-            copies = dataclasses.replace(Plan.empty(), copies=plan.copies)
-            self.state = apply_plan(self.state, pad_plan(copies))
+        """The tables follow the manager without a step."""
+        plan = self._copy_blocks(plan)
         if len(plan.cells) or len(plan.lengths):
             size = bucket(max(len(plan.cells), len(plan.lengths)))
-            rest = dataclasses.replace(plan, copies=Plan.empty().copies)
-            self.state = apply_plan(self.state, pad_plan(rest, cells=size, lengths=size))
+            self.state = apply_plan(self.state, pad_plan(plan, cells=size, lengths=size))
+
+    def _copy_blocks(self, plan: Plan) -> Plan:
+        """Copies a plan's blocks, by themselves, so that there are as few forms as there are sizes;
+        what is left of it."""
+        none = Plan.empty()
+        if len(plan.copies):
+            copies = dataclasses.replace(none, copies=plan.copies)
+            self.state = apply_plan(self.state, pad_plan(copies))
+        return dataclasses.replace(plan, copies=none.copies)
 
     def forms(self) -> list[Form]:
         """All forms of steps, log-probabilities and logits processors apart."""

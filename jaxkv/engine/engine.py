@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxkv.engine.beam import Beam
 from jaxkv.engine.core import EngineCore
@@ -22,6 +19,7 @@ from jaxkv.engine.validation import (
     require_fits,
 )
 from jaxkv.errors import ConfigError, JaxkvError
+from jaxkv.progress_bar import progress_bar
 from jaxkv.sampling_params import BeamSearchParams, SamplingParams
 
 AnyParams = SamplingParams | BeamSearchParams
@@ -271,7 +269,7 @@ class Engine(EngineCore):
         """
         self._drain()
         began, forms = time.perf_counter(), self._device.forms()
-        with _progress(progress) as bar:
+        with progress_bar(shown=progress) as bar:
             task = bar.add_task("compiling", total=len(forms) + 1)
             self._device.compile_updates()
             for form in forms:
@@ -308,7 +306,7 @@ class Engine(EngineCore):
 
     def _take_outputs(self) -> list[RequestOutput]:
         began = time.perf_counter()
-        outputs = self._outputs.take()
+        outputs, self._kept = self._kept + self._outputs.take(), []
         self._stats.host.detokenize += time.perf_counter() - began
         return outputs
 
@@ -326,7 +324,7 @@ class Engine(EngineCore):
     ) -> list[list[RequestOutput]]:
         """Runs prompts to their ends; the last output of each of their samples.
 
-        Requests that were submitted before go on beside them; their outputs meanwhile are not kept.
+        Requests that were submitted before go on beside them; `step` gives their outputs later.
 
         Args:
           prompts: token ids or texts.
@@ -345,21 +343,31 @@ class Engine(EngineCore):
             for prompt, one in zip(prompts, params, strict=True):
                 ids.append(self.submit(prompt, one))
         except ConfigError as error:
-            for request_id in ids:
-                self.abort(request_id)
-            self._outputs.forget(ids)
+            self._drop(ids)
             raise ConfigError(f"prompt {len(ids)}: {error}") from None
         last: dict[Hashable, dict[int, RequestOutput]] = {request_id: {} for request_id in ids}
-        open_ids = set(ids)
-        with _progress(progress) as bar:
-            task = bar.add_task("generating", total=len(ids))
-            while open_ids or self._outputs:
-                for output in self.step():
-                    if output.request_id in last:
-                        last[output.request_id][output.sample] = output
-                open_ids &= self._requests.keys()
-                bar.update(task, completed=len(ids) - len(open_ids))
+        open_ids, others = set(ids), list[RequestOutput]()
+        try:
+            with progress_bar(shown=progress) as bar:
+                task = bar.add_task("generating", total=len(ids))
+                while open_ids:
+                    for output in self.step():
+                        if output.request_id in last:
+                            last[output.request_id][output.sample] = output
+                        else:
+                            others.append(output)
+                    open_ids &= self._requests.keys()
+                    bar.update(task, completed=len(ids) - len(open_ids))
+        finally:
+            self._drop(open_ids)  # there are some if it was interrupted
+            self._kept += others
         return [[last[i][sample] for sample in sorted(last[i])] for i in ids]
+
+    def _drop(self, request_ids: Iterable[Hashable]) -> None:
+        """Aborts requests of which nobody will hear."""
+        for request_id in request_ids:
+            self.abort(request_id)
+        self._outputs.forget(request_ids)
 
     def is_running(self, request_id: Hashable) -> bool:
         """Whether a request has samples that go on."""
@@ -368,7 +376,7 @@ class Engine(EngineCore):
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return bool(self._requests or self._flights or self._outputs)
+        return bool(self._requests or self._flights or self._outputs or self._kept)
 
     def stats(self) -> EngineStats:
         """Counts so far, and blocks by use."""
@@ -379,9 +387,3 @@ class Engine(EngineCore):
             running=len(self._scheduler.running),
             blocks=self.manager.stats(),
         )
-
-
-def _progress(shown: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)

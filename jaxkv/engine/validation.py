@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from jaxkv.block_manager import BlockManager
 from jaxkv.errors import ConfigError
@@ -16,13 +17,20 @@ def checked_prompt(
     """Token ids of a prompt.
 
     Raises:
-      ConfigError: text without a tokenizer, no token, too many, or one outside the vocabulary.
+      ConfigError: text without a tokenizer, no token, too many, what is no whole number, or one
+        outside the vocabulary.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ConfigError("a prompt as text needs the engine's tokenizer=; or give token ids")
         prompt = tokenizer.encode(prompt)
-    ids = [int(token) for token in prompt]
+    try:
+        ids = list(map(operator.index, cast(Sequence[int], prompt)))
+    except TypeError:
+        kinds = sorted({type(token).__name__ for token in prompt})
+        raise ConfigError(
+            f"token ids are whole numbers, the prompt has {', '.join(kinds)}"
+        ) from None
     if not ids:
         raise ConfigError("the prompt is empty; give at least one token")
     if len(ids) > max_len:
@@ -55,7 +63,8 @@ def require_beams_fit(manager: BlockManager, width: int, prompt: int, end: int) 
             f"a beam search of width {width} needs as many rows, the cache has {manager.max_seqs}; "
             "raise max_seqs"
         )
-    shared = prompt // manager.block_size
+    # Without an index a search that lost its blocks computes each hypothesis by itself.
+    shared = prompt // manager.block_size if manager.prefix_index is not None else 0
     needed = shared + width * (manager.blocks_for(end) - shared)
     if needed > manager.num_blocks - 1:
         raise ConfigError(

@@ -405,6 +405,45 @@ def test_generate_refuses_all_or_runs_all(small_model):
     assert [[len(o.token_ids) for o in samples] for samples in results] == [[2], [4, 4]]
 
 
+def test_generate_keeps_the_outputs_of_others_for_later(small_model):
+    engine = engine_of(small_model)
+    first = engine.submit([5, 6], greedy(6))
+    head = engine.step()
+    engine.generate([[1, 2, 3]], greedy(12), progress=False)
+    assert engine.has_work
+    outputs = head + list(engine.stream())
+    assert {o.request_id for o in outputs} == {first}
+    assert [token for o in outputs for token in o.new_token_ids] == outputs[-1].token_ids
+    assert len(outputs[-1].token_ids) == 6
+    verify_idle(engine)
+
+
+def test_an_interrupted_generate_ends_its_requests_alone(small_model, monkeypatch):
+    engine = engine_of(small_model)
+    other = engine.submit([5, 6], greedy(6))
+    step, calls = engine.step, []
+
+    def interrupted():
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1], [2, 3]], greedy(12), progress=False)
+    outputs = list(engine.stream())
+    assert {o.request_id for o in outputs} == {other}
+    assert len(outputs[-1].token_ids) == 6
+    verify_idle(engine)
+
+
+@pytest.mark.parametrize("prompt", [[1.5, 2], ["a"], [None], np.array([1.0])])
+def test_a_prompt_of_other_things_than_ids_is_refused(small_model, prompt):
+    with pytest.raises(ConfigError, match="token ids are whole numbers, the prompt has"):
+        engine_of(small_model).submit(prompt)
+
+
 def test_scheduler_configurations_that_cannot_be():
     for changes in (dict(prefill_buckets=(16, 8)), dict(max_tokens_per_step=99),
                     dict(policy="sjf"), dict(decode_steps_per_dispatch=0)):  # fmt: skip
