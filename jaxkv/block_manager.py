@@ -214,40 +214,65 @@ class BlockManager(ManagerView):
         self._sequences.append(self._table.select([seq_id]), as_tokens([token_id]), self._limits)
 
     @operation
-    def append_batch(self, seq_ids: Sequence[Hashable] | Rows, token_ids: np.ndarray) -> None:
-        """One more token for each of several sequences: reserves their slots. All or nothing.
+    def append_batch(
+        self,
+        seq_ids: Sequence[Hashable] | Rows,
+        token_ids: Sequence[int] | np.ndarray,
+        counts: Sequence[int] | np.ndarray | None = None,
+    ) -> None:
+        """More tokens for several sequences: reserves their slots. All or nothing.
 
         Args:
           seq_ids: distinct live sequences, or what `select` made of them, which is faster.
-          token_ids: i32[len(seq_ids)].
+          token_ids: i32[sum(counts)]; those of one sequence follow each other.
+          counts: i64[len(seq_ids)], at least 1 each; None: one each.
 
         Raises:
           OutOfBlocksError: fewer blocks than new ones and copies are needed.
-          JaxkvError: an id given twice, or a sequence at its longest.
+          JaxkvError: an id given twice, a sequence that would pass its longest, or not as many
+            tokens as the counts say.
         """
         selected, token_ids = self._table.select(seq_ids), as_tokens(token_ids)
-        if len(token_ids) != len(selected.rows):
-            raise JaxkvError(f"{len(selected.rows)} sequences but {len(token_ids)} tokens")
-        self._sequences.append(selected, token_ids, self._limits)
+        if counts is None:
+            if len(token_ids) != len(selected.rows):
+                raise JaxkvError(f"{len(selected.rows)} sequences but {len(token_ids)} tokens")
+            self._sequences.append(selected, token_ids, self._limits)
+            return
+        counts = self._slot_counts(selected, counts)
+        if len(token_ids) != counts.sum():
+            raise JaxkvError(f"counts of {counts.sum()} tokens but {len(token_ids)} tokens")
+        self._sequences.extend(selected, token_ids, counts, self._limits)
 
     @operation
     def reserve(
         self, seq_ids: Sequence[Hashable] | Rows, num_slots: int | Sequence[int] | np.ndarray
-    ) -> None:
+    ) -> np.ndarray:
         """Lookahead slots: room for the next `num_slots` tokens of each sequence. All or nothing.
 
         For tokens that the device makes before the host knows them: `append` finds their slots
         there, and `truncate` to the present length gives back what was not used.
 
+        Returns:
+          i64[n]: how many slots past its length each sequence has now, to the end of a block. They
+          are its own until it is forked, reordered or truncated.
+
         Raises:
           OutOfBlocksError: fewer blocks than new ones and copies are needed.
           JaxkvError: an id given twice, a sequence that would pass its longest, or no slot asked.
         """
-        selected = self._table.select(seq_ids)
-        counts = np.broadcast_to(np.asarray(num_slots, np.int64), len(selected.rows))
-        if counts.size and counts.min() < 1:
-            raise JaxkvError(f"num_slots={counts.tolist()}: reserve at least one for each")
-        self._sequences.reserve(selected, counts, self._limits)
+        table = self._table
+        selected = table.select(seq_ids)
+        self._sequences.reserve(selected, self._slot_counts(selected, num_slots), self._limits)
+        return table.used[selected.rows] * self.block_size - table.lengths[selected.rows]
+
+    def _slot_counts(self, selected: Rows, counts: int | Sequence[int] | np.ndarray) -> np.ndarray:
+        """i64[n]: how many slots each of the selected sequences wants, at least one."""
+        wanted, n = np.asarray(counts, np.int64), len(selected.rows)
+        if wanted.ndim and wanted.shape != (n,):
+            raise JaxkvError(f"{n} sequences but {wanted.size} counts")
+        if wanted.size and wanted.min() < 1:
+            raise JaxkvError(f"counts {wanted.tolist()}: at least one for each")
+        return wanted if wanted.ndim else np.full(n, wanted)
 
     @operation
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:

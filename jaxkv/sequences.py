@@ -62,6 +62,25 @@ class Sequences:
             table.next_slot[at] = slots
         table.lengths[at] += 1
 
+    def extend(
+        self, selected: Rows, tokens: np.ndarray, counts: np.ndarray, limits: Limits
+    ) -> None:
+        """Several more tokens for each row; those of one row follow each other in `tokens`."""
+        self.reserve(selected, counts, limits)
+        table, rows = self._table, selected.rows
+        lengths = table.lengths[rows]
+        # Of token i: its index among all, less that of its row's first, from the row's length on.
+        first = lengths - (np.cumsum(counts) - counts)
+        columns, offsets = table.split(np.arange(len(tokens)) + np.repeat(first, counts))
+        blocks = table.blocks[np.repeat(rows, counts), columns]
+        self._slots[blocks * self._size + offsets] = tokens
+        table.lengths[rows] = lengths = lengths + counts
+        columns, offsets = table.split(lengths)
+        inside = columns < table.used[rows]
+        begin = table.blocks[rows, np.where(inside, columns, 0)] * self._size
+        table.next_slot[rows] = begin + offsets
+        table.slot_end[rows] = np.where(inside, begin + self._size, 0)
+
     def reserve(self, selected: Rows, num_slots: np.ndarray, limits: Limits) -> None:
         """Slots for that many further tokens of each row; the row alone writes them."""
         table, at = self._table, selected.index

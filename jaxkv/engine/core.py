@@ -184,7 +184,7 @@ class EngineCore:
         for sequence, token in zip(sequences, tokens.tolist(), strict=True):
             sequence.tokens.append(token)
         known = at.known[rows] + 1
-        at.known[rows], at.newest[rows] = known, tokens
+        at.known[rows] = known
         self._stats.generated_tokens += len(rows)
         self._outputs.note_all(sequences)
         stops = (at.stop_ids[rows] == tokens[:, None]).any(axis=1)

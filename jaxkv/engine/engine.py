@@ -380,10 +380,12 @@ class Engine(EngineCore):
 
     def stats(self) -> EngineStats:
         """Counts so far, and blocks by use."""
+        blocks = self.manager.stats()
+        used = blocks.used_slots + self._scheduler.num_untold()
         return dataclasses.replace(
             self._stats,
             host=dataclasses.replace(self._stats.host),
             waiting=len(self._scheduler.waiting),
             running=len(self._scheduler.running),
-            blocks=self.manager.stats(),
+            blocks=dataclasses.replace(blocks, used_slots=used),
         )

@@ -18,9 +18,10 @@ class Progress:
       sequences: whose row it is; None: nobody's.
       keys: i64[R]; their keys, -1 for nobody's. A key never comes back.
       known: i64[R]; tokens that the host has seen, the prompt included.
-      newest: i64[R]; the last of them.
       scheduled: i64[R]; leading positions whose KV has been computed, or is being.
-      appended: i64[R]; leading tokens that the block manager knows.
+      appended: i64[R]; leading tokens that the block manager knows: it is told when a block is full
+        or something depends on it.
+      slots: i64[R]; leading positions that may be written without asking the block manager.
       end: i64[R]; length at which the sequence ends.
       logprobs: i64[R]; likeliest tokens to report; -1: no log-probabilities.
       stop_ids: i64[R, MAX_STOP_TOKENS]; -1 where unused.
@@ -32,7 +33,7 @@ class Progress:
         self.sequences: list[Sequence | None] = [None] * max_seqs
         self._columns = np.zeros((7, max_seqs), np.int64)
         (
-            self.keys, self.known, self.newest, self.scheduled, self.appended, self.end,
+            self.keys, self.known, self.scheduled, self.appended, self.slots, self.end,
             self.logprobs,
         ) = self._columns  # fmt: skip
         self.keys[:] = -1
@@ -45,8 +46,8 @@ class Progress:
         request, params = sequence.request, sequence.request.params
         sequence.row, self.sequences[row] = row, sequence
         self._columns[:, row] = (
-            sequence.key, len(sequence.tokens), sequence.tokens[-1], scheduled, appended,
-            request.end, request.logprobs,
+            sequence.key, len(sequence.tokens), scheduled, appended, 0, request.end,
+            request.logprobs,
         )  # fmt: skip
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
@@ -64,10 +65,11 @@ class Progress:
         self.sequences[sequence.row], self.keys[sequence.row] = None, -1
         sequence.row = -1
 
-    def tokens_changed(self, sequence: Sequence) -> None:
-        """A list of its own has taken the place of a running sequence's tokens."""
-        tokens = sequence.tokens
-        self.known[sequence.row], self.newest[sequence.row] = len(tokens), tokens[-1]
+    def tokens(self, row: int, first: int, end: int) -> list[int]:
+        """Tokens of a row's sequence at these positions."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence.tokens[first:end]
 
     # -- one sequence ------------------------------------------------------------------------
 

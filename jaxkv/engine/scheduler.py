@@ -21,7 +21,6 @@ from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.engine.work import Chunk, Work
 from jaxkv.errors import ConfigError, OutOfBlocksError
-from jaxkv.sequence_table import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +97,6 @@ class Scheduler:
         self.at = Progress(manager.max_seqs)
         self._in_order: np.ndarray | None = None  # rows of the running ones, until they change
         self._prefixes = PrefixesUnderWay(manager, enabled=config.defer_shared_prefixes)
-        self._selected: tuple[np.ndarray, Rows] | None = None  # keys, and what they were last
         self._keys = itertools.count()
 
     # -- coming and going --------------------------------------------------------------------
@@ -142,7 +140,6 @@ class Scheduler:
         sequence.tokens.append(token)
         if sequence.status is Status.RUNNING:
             self.at.known[sequence.row] += 1
-            self.at.newest[sequence.row] = token
         else:
             sequence.awaited -= 1
 
@@ -216,8 +213,6 @@ class Scheduler:
                 counts.append(chunk.count)
             if chunk.last:
                 self._prefixes.end(chunk.sequence)
-        # Steps run in the order in which they are sent off: whoever finds these blocks from now on
-        # reads them later.
         if keys:
             self.manager.commit_batch(keys, counts)
 
@@ -236,20 +231,25 @@ class Scheduler:
         else can be taken from the others, and what never fits was refused when it came.
         """
         at = self.at
-        while len(rows):
+        while True:
             scheduled = at.scheduled[rows]
-            slots = scheduled + np.minimum(num_steps, at.end[rows] - scheduled - 1)
+            wanted = scheduled + np.minimum(num_steps, at.end[rows] - scheduled - 1)
+            short = wanted > at.slots[rows]
+            if not np.count_nonzero(short):
+                return rows
+            asking = rows[short]
+            self._sync(asking)
+            appended = at.appended[asking]
             try:
-                self.manager.reserve(self._select(rows), slots - at.appended[rows])
-                break
+                slots = self.manager.reserve(self._keys_of(asking), wanted[short] - appended)
+                at.slots[asking] = appended + slots
+                return rows
             except OutOfBlocksError as error:
                 if num_steps > 1:
                     raise
                 reason = f"{error.asked} blocks were asked for, {error.free} were free"
                 self.preempt(self.running[-1], reason)
                 rows = rows[at.keys[rows] >= 0]
-        self._sync(rows)
-        return rows
 
     def _reserve_ahead(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
         """More slots for several steps at once, if there are blocks for it."""
@@ -259,29 +259,35 @@ class Scheduler:
         except OutOfBlocksError:
             return rows, 1
 
-    def _sync(self, rows: np.ndarray) -> None:
-        """Tells the manager the tokens that have come, for positions that have been computed."""
-        at = self.at
-        while True:
-            behind = at.appended[rows] < np.minimum(at.known[rows], at.scheduled[rows])
-            rows = rows if behind.all() else rows[behind]
-            if not len(rows):
-                return
-            positions = at.appended[rows]
-            tokens = at.newest[rows]
-            older = positions + 1 < at.known[rows]
-            for i in np.flatnonzero(older).tolist():
-                tokens[i] = at.sequences[rows[i]].tokens[positions[i]]
-            self.manager.append_batch(self._select(rows), tokens)
-            at.appended[rows] = positions + 1
-            self.manager.commit_batch(self._select(rows), np.ones(len(rows), np.int64))
+    def num_untold(self) -> int:
+        """Tokens in slots of which the manager has not been told yet."""
+        at, rows = self.at, self._rows()
+        known = np.minimum(at.known[rows], at.scheduled[rows])
+        return int(np.maximum(known - at.appended[rows], 0).sum())
 
-    def _select(self, rows: np.ndarray) -> Rows:
-        """Rows as the manager names them; those of the last call are kept."""
-        keys = self.at.keys[rows]
-        if self._selected is None or not np.array_equal(self._selected[0], keys):
-            self._selected = keys, self.manager.select(keys.tolist())
-        return self._selected[1]
+    def _sync(self, rows: np.ndarray) -> None:
+        """Tells the manager the tokens that have come, for positions that have been computed.
+
+        Steps run in the order in which they are sent off: whoever finds a block that is full now
+        reads it later.
+        """
+        at = self.at
+        known = np.minimum(at.known[rows], at.scheduled[rows])
+        behind = known > at.appended[rows]
+        rows, known = rows[behind], known[behind]
+        if not len(rows):
+            return
+        old = at.appended[rows]
+        spans = zip(rows.tolist(), old.tolist(), known.tolist(), strict=True)
+        tokens = [token for row, a, b in spans for token in at.tokens(row, a, b)]
+        selected = self.manager.select(self._keys_of(rows))
+        self.manager.append_batch(selected, tokens, known - old)
+        self.manager.commit_batch(selected, known - old)
+        at.appended[rows] = known
+
+    def _keys_of(self, rows: np.ndarray) -> list[int]:
+        """Names of the sequences in these rows."""
+        return self.at.keys[rows].tolist()
 
     # -- what a user takes back or guesses ---------------------------------------------------
 
@@ -290,7 +296,7 @@ class Scheduler:
         if sequence.status is not Status.RUNNING:
             return
         at, row, length = self.at, sequence.row, len(sequence.tokens)
-        at.tokens_changed(sequence)
+        at.known[row], at.slots[row] = length, 0
         # The last token is computed again, since its logits are wanted.
         at.scheduled[row] = min(at.scheduled[row], length - 1)
         at.appended[row] = min(at.appended[row], length)
@@ -316,6 +322,7 @@ class Scheduler:
         self.at.scheduled[row] = len(sequence.tokens) - 1
         self._sync(np.array([row]))
         self.manager.truncate(sequence.key, int(self.at.appended[row]))
+        self.at.slots[row] = 0
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -378,7 +385,7 @@ class Scheduler:
         except OutOfBlocksError:
             return False
         scheduled, appended = (int(x[parent.row]) for x in (self.at.scheduled, self.at.appended))
-        row = self.manager.row(child.key)
+        row, self.at.slots[parent.row] = self.manager.row(child.key), 0
         self._runs(child, row, scheduled=scheduled, appended=appended)
         self._forked(parent, child)
         return True
@@ -419,7 +426,7 @@ class Scheduler:
             self.manager.reorder([s.key for s in live], parents)
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
-            self.at.tokens_changed(sequence)
+            self.at.known[sequence.row], self.at.slots[sequence.row] = len(sequence.tokens), 0
             sequence.cumulative_logprob = one.logprob
         return [live[row] for row in spare]
 

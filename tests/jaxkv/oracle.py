@@ -101,26 +101,32 @@ class Oracle:
 
     def append(self, seqs, tokens):
         """Whether the manager did."""
+        return self.extend(seqs, [[token] for token in tokens], None)
+
+    def extend(self, seqs, tokens, counts):
+        """Lists of tokens, one list for each sequence; whether the manager took them."""
         before = self.state()
         try:
-            self.m.append_batch(seqs, np.array(tokens))
+            self.m.append_batch(seqs, np.array([token for run in tokens for token in run]), counts)
         except JaxkvError:
             assert self.state() == before
             return False
-        for seq, token in zip(seqs, tokens, strict=True):
-            self.tokens[seq].append(token)
+        for seq, more in zip(seqs, tokens, strict=True):
+            self.tokens[seq] += more
         return True
 
     def reserve(self, seqs, num_slots):
         """Slots for tokens to come: if the manager gives them, they are writable at once."""
         m, before = self.m, self.state()
         try:
-            m.reserve(seqs, num_slots)
+            given = m.reserve(seqs, num_slots)
         except JaxkvError:
             assert self.state() == before
             return
-        for seq, count in zip(seqs, num_slots, strict=True):
+        assert (given >= num_slots).all()
+        for seq, count in zip(seqs, given.tolist(), strict=True):
             first, last = m.length(seq), m.length(seq) + count - 1
+            assert (last + 1) % self.size == 0
             blocks = m.block_table(seq)[first // self.size : last // self.size + 1]
             assert len(blocks) == last // self.size - first // self.size + 1
             assert (m._pool.ref_counts[blocks] == 1).all()

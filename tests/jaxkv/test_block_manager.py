@@ -76,9 +76,15 @@ def test_misuse_is_named():
     for call in (lambda: m.allocate("a", [0]), lambda: m.allocate("b", []),
                  lambda: m.commit("a", 2), lambda: m.commit("a", -1),
                  lambda: m.append_batch(["a", "a"], np.zeros(2, int)),
-                 lambda: m.append_batch(["a"], np.zeros(2, int))):  # fmt: skip
+                 lambda: m.append_batch(["a"], np.zeros(2, int)),
+                 lambda: m.append_batch(["a"], [1, 2], [1]),
+                 lambda: m.append_batch(["a"], [1, 2], [1, 1]),
+                 lambda: m.append_batch(["a"], [], [0]),
+                 lambda: m.reserve(["a"], [1, 2]),
+                 lambda: m.reserve(["a"], 0)):  # fmt: skip
         with pytest.raises(JaxkvError):
             call()
+    assert m.length("a") == 1
     m.free("a")
     for call in (m.free, m.length, m.block_table, m.row):
         with pytest.raises(UnknownSequenceError, match="no live sequence 'a'"):

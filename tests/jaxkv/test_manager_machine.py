@@ -80,6 +80,16 @@ class Machine(RuleBasedStateMachine):
                 self.o.write_all(seqs)
 
     @precondition(lambda self: self.o.tokens)
+    @rule(data=st.data())
+    def extend(self, data):
+        ids = st.lists(st.sampled_from(sorted(self.o.tokens)), unique=True, min_size=1)
+        seqs = data.draw(ids)
+        runs = st.lists(TOKENS, min_size=1, max_size=7)
+        tokens = data.draw(st.lists(runs, min_size=len(seqs), max_size=len(seqs)))
+        if self.o.extend(seqs, tokens, [len(run) for run in tokens]) and data.draw(st.booleans()):
+            self.o.write_all(seqs)
+
+    @precondition(lambda self: self.o.tokens)
     @rule(data=st.data(), slots=st.integers(1, 9))
     def reserve(self, data, slots):
         ids = st.lists(st.sampled_from(sorted(self.o.tokens)), unique=True, min_size=1)
