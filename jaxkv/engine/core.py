@@ -115,7 +115,7 @@ class EngineCore:
             self._copy_forked_rows()
             flight = self._device.send(work, plan)
         except Exception as error:
-            self._fail(_sequences(work), error, plan)
+            self._fail(work.sequences, error, plan)
             return False
         self._scheduler.dispatched(work)
         self._flights.append(flight)
@@ -141,7 +141,7 @@ class EngineCore:
         except Exception as error:
             self._flights.clear()  # those after it follow from it
             self._device.lose()
-            self._fail(_sequences(flight.work), error)
+            self._fail(flight.work.sequences, error)
             for sequence in self._scheduler.waiting:
                 sequence.awaited = 0
             return
@@ -172,26 +172,29 @@ class EngineCore:
 
     def _take_decoded(self, work: Work, sampled: Any, step: int, first: int, now: float) -> None:
         """The tokens of one decode step, which begin at place `first`."""
-        at, rows = self._scheduler.at, work.rows
-        plain = (at.keys[rows] == work.keys) & at.plain[rows] & (work.counts > step)
-        rest = np.flatnonzero(~plain & (work.counts > step))
-        sequences, tokens = work.decodes, sampled.tokens[first : first + len(rows)]
+        at, decodes = self._scheduler.at, work.decodes
+        rows, sequences = decodes.rows, decodes.sequences
+        tokens, brings = sampled.tokens[first : first + len(rows)], work.counts > step
+        plain = decodes.plain & brings & (at.keys[rows] == decodes.keys)  # and still there
+        rest: list[int] = []
         if not plain.all():
-            rows, tokens = rows[plain], tokens[plain]
-            sequences = [
-                s for s, is_plain in zip(sequences, plain.tolist(), strict=True) if is_plain
-            ]
+            rest, chosen = np.flatnonzero(brings & ~plain).tolist(), np.flatnonzero(plain)
+            rows, tokens = rows[chosen], tokens[chosen]
+            sequences = [sequences[i] for i in chosen.tolist()]
         for sequence, token in zip(sequences, tokens.tolist(), strict=True):
             sequence.tokens.append(token)
         known = at.known[rows] + 1
         at.known[rows] = known
         self._stats.generated_tokens += len(rows)
         self._outputs.note_all(sequences)
-        stops = (at.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        for i in np.flatnonzero(stops | (known >= at.end[rows])).tolist():
-            self._finish(sequences[i], "stop" if stops[i] else "length")
-        for i in rest.tolist():
-            self._take_token(work.decodes[i], sampled, first + i, now)
+        ends = known >= at.end[rows]
+        if count := decodes.num_stop_ids:
+            ends |= (at.stop_ids[rows, :count] == tokens[:, None]).any(axis=1)
+        for i in np.flatnonzero(ends).tolist():
+            stops = int(tokens[i]) in sequences[i].request.stop_ids
+            self._finish(sequences[i], "stop" if stops else "length")
+        for i in rest:
+            self._take_token(decodes.sequences[i], sampled, first + i, now)
 
     def _verify(self, sequence: Sequence, draft: list[int]) -> None:
         """Computes a draft's tokens in one step and takes those that the sequence would choose."""
@@ -334,12 +337,6 @@ class EngineCore:
             sequence.processor_state = self._device.processor_state(sequence)
         detail = {"reason": reason, "request": sequence.request.id, "sample": sequence.sample}
         self.manager.note(events.PREEMPT, sequence.key, detail)
-
-
-def _sequences(work: Work) -> list[Sequence]:
-    """All that a step computes something of."""
-    chunks = [s for chunk in work.chunks for s in (chunk.sequence, *chunk.children)]
-    return [*work.decodes, *chunks]
 
 
 def _logprobs_kept(params: SamplingParams) -> int:

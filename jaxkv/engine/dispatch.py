@@ -14,13 +14,14 @@ from jaxkv.config import CacheConfig
 from jaxkv.engine.requests import Sequence
 from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.engine.steps import Entries, Steps, make_steps
-from jaxkv.engine.work import Chunk, Work
+from jaxkv.engine.work import Chunk, Decodes, Work
 from jaxkv.errors import ConfigError
 from jaxkv.reports import Plan
 from jaxkv.sampling import Sampled, SamplerState, copy_rows, set_rows
 from jaxkv.sampling_params import LogitsProcessor
 from jaxkv.state import (
     Batch,
+    DevicePlan,
     PagedState,
     apply_plan,
     bucket,
@@ -79,6 +80,8 @@ class Device:
                 f"decode_buckets={self.decode_buckets} have no room for max_seqs={cache.max_seqs}"
             )
         self.processors: list[LogitsProcessor] = []
+        self._no_changes: dict[int, DevicePlan] = {}  # by size
+        self._decoding: tuple[Decodes, Batch, jax.Array] | None = None  # the last ones
         self.reset()
 
     def reset(self) -> None:
@@ -193,7 +196,7 @@ class Device:
             # Too many changes for the step's own small plan (a prompt came or went).
             self.apply(plan)
             plan = Plan.empty()
-        padded = pad_plan(plan, cells=size, lengths=size)
+        padded = self._pad(plan, size)
         sampled, self.state, self.sampler = step(self.state, self.sampler, padded, *args, **options)
         return Flight(work, sampled, *brings)
 
@@ -265,27 +268,49 @@ class Device:
             self.state = apply_plan(self.state, pad_plan(plan))
 
     def _form(self, work: Work) -> Form:
-        count = len(work.rows)
+        count = len(work.decodes)
         if not work.chunks:
             return Form(0, bucket(count, self.decode_buckets), work.num_steps)
         tokens = bucket(sum(chunk.count for chunk in work.chunks), self.config.prefill_buckets)
         return Form(tokens, self.cache.max_seqs if count else 0)
 
-    def _decode(self, work: Work, form: Form):
-        count, size = len(work.rows), form.decodes
-        batch = Batch.decode(
-            work.rows, work.positions, num_seqs=size, padding_row=self.cache.max_seqs
+    def _pad(self, plan: Plan, size: int) -> DevicePlan:
+        """A plan with room for `size` changes; of what has not changed, padding from the device."""
+        if size not in self._no_changes:
+            nothing = pad_plan(Plan.empty(), cells=size, lengths=size)
+            self._no_changes[size] = jax.device_put(nothing)
+        none = self._no_changes[size]
+        padded = pad_plan(plan, cells=size, lengths=size)
+        return DevicePlan(
+            none.copies,
+            padded.cells if len(plan.cells) else none.cells,
+            padded.lengths if len(plan.lengths) else none.lengths,
         )
-        tokens = np.full(size, -1, np.int32)
-        tokens[:count] = work.tokens
-        return (size, [], []), (tokens, batch)
+
+    def _decode(self, work: Work, form: Form):
+        count, size = len(work.decodes), form.decodes
+        # From step to step only the positions change. The rest stays on the device: each array that
+        # comes from the host takes as long as ten that are there.
+        if self._decoding is None or self._decoding[0] is not work.decodes:
+            batch = Batch.decode(
+                work.decodes.rows, work.positions, num_seqs=size, padding_row=self.cache.max_seqs
+            )
+            unseen = np.full(size, -1, np.int32)
+            self._decoding = work.decodes, *jax.device_put((batch, unseen))
+        _, batch, tokens = self._decoding
+        positions = np.zeros(size, np.int32)
+        positions[:count] = work.positions
+        if work.tokens is not None:
+            tokens = np.full(size, -1, np.int32)
+            tokens[:count] = work.tokens
+        return (size, [], []), (tokens, dataclasses.replace(batch, positions=positions))
 
     def _mixed(self, work: Work, form: Form):
-        chunks, max_seqs, count = work.chunks, self.cache.max_seqs, len(work.rows)
+        chunks, max_seqs, count = work.chunks, self.cache.max_seqs, len(work.decodes)
         num_tokens, num_decodes = form.chunk_tokens, form.decodes
         num_seqs = min(num_tokens, max_seqs)
         batch = Batch.mixed(
-            work.rows,
+            work.decodes.rows,
             work.positions,
             [c.sequence.row for c in chunks],
             [c.start for c in chunks],
@@ -294,7 +319,8 @@ class Device:
             padding_row=max_seqs,
         )  # fmt: skip
         tokens = np.full(len(batch.positions), -1, np.int32)
-        tokens[:count] = work.tokens
+        if work.tokens is not None:
+            tokens[:count] = work.tokens
         # Places: decodes, then a choice for each chunk's end and its children, then, where the
         # prompts' log-probabilities are wanted, all tokens of the chunks.
         ends = [c for c in chunks if c.last]
@@ -304,7 +330,7 @@ class Device:
         size = num_decodes + room + (num_tokens if whole else 0)
         at, rows = np.zeros(size, np.int32), np.full(size, max_seqs, np.int32)
         keep, targets = np.zeros(size, bool), np.full(size, -1, np.int32)
-        at[:count], rows[:count], keep[:count] = np.arange(count), work.rows, True
+        at[:count], rows[:count], keep[:count] = np.arange(count), work.decodes.rows, True
         places, prompts, place, token = [], [], num_decodes, num_decodes
         for chunk in chunks:
             if whole and chunk.sequence.request.wants_prompt_logprobs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxkv.engine.requests import Sequence
+from jaxkv.engine.work import Decodes
 from jaxkv.sampling_params import MAX_STOP_TOKENS
 
 
@@ -19,11 +20,12 @@ class Progress:
       keys: i64[R]; their keys, -1 for nobody's. A key never comes back.
       known: i64[R]; tokens that the host has seen, the prompt included.
       scheduled: i64[R]; leading positions whose KV has been computed, or is being.
-      appended: i64[R]; leading tokens that the block manager knows: it is told when a block is full
-        or something depends on it.
+      appended: i64[R]; leading tokens that the block manager knows: it is told once in a block, and
+        when something depends on it.
       slots: i64[R]; leading positions that may be written without asking the block manager.
       end: i64[R]; length at which the sequence ends.
       logprobs: i64[R]; likeliest tokens to report; -1: no log-probabilities.
+      num_stop_ids: i64[R].
       stop_ids: i64[R, MAX_STOP_TOKENS]; -1 where unused.
       plain: bool[R]; its tokens are appended and told, and nothing else is done with them.
       stepwise: bool[R]; its next step follows from the tokens of this one, as in a beam search.
@@ -31,15 +33,16 @@ class Progress:
 
     def __init__(self, max_seqs: int):
         self.sequences: list[Sequence | None] = [None] * max_seqs
-        self._columns = np.zeros((7, max_seqs), np.int64)
+        self._columns = np.zeros((8, max_seqs), np.int64)
         (
             self.keys, self.known, self.scheduled, self.appended, self.slots, self.end,
-            self.logprobs,
+            self.logprobs, self.num_stop_ids,
         ) = self._columns  # fmt: skip
         self.keys[:] = -1
         self.stop_ids = np.full((max_seqs, MAX_STOP_TOKENS), -1, np.int64)
         self.plain = np.zeros(max_seqs, bool)
         self.stepwise = np.zeros(max_seqs, bool)
+        self._decodes: Decodes | None = None
 
     def open(self, sequence: Sequence, row: int, *, scheduled: int, appended: int) -> None:
         """A sequence has got a row."""
@@ -47,7 +50,7 @@ class Progress:
         sequence.row, self.sequences[row] = row, sequence
         self._columns[:, row] = (
             sequence.key, len(sequence.tokens), scheduled, appended, 0, request.end,
-            request.logprobs,
+            request.logprobs, len(request.stop_ids),
         )  # fmt: skip
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
@@ -64,6 +67,17 @@ class Progress:
         sequence.awaited = self.in_flight(sequence)
         self.sequences[sequence.row], self.keys[sequence.row] = None, -1
         sequence.row = -1
+
+    def decodes(self, rows: np.ndarray) -> Decodes:
+        """What is known of the sequences in these rows; found anew for another array of rows."""
+        if self._decodes is None or self._decodes.rows is not rows:
+            sequences = [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
+            self._decodes = Decodes(
+                sequences, rows, self.keys[rows], self.plain[rows], bool(self.stepwise[rows].any()),
+                int(self.logprobs[rows].max(initial=-1)),
+                int(self.num_stop_ids[rows].max(initial=0)),
+            )  # fmt: skip
+        return self._decodes
 
     def tokens(self, row: int, first: int, end: int) -> list[int]:
         """Tokens of a row's sequence at these positions."""

@@ -19,7 +19,7 @@ from jaxkv.engine.beam import Continuation
 from jaxkv.engine.prefixes import PrefixesUnderWay
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
-from jaxkv.engine.work import Chunk, Work
+from jaxkv.engine.work import Chunk, Decodes, Work
 from jaxkv.errors import ConfigError, OutOfBlocksError
 
 
@@ -97,6 +97,7 @@ class Scheduler:
         self.at = Progress(manager.max_seqs)
         self._in_order: np.ndarray | None = None  # rows of the running ones, until they change
         self._prefixes = PrefixesUnderWay(manager, enabled=config.defer_shared_prefixes)
+        self._untold = 0  # decode steps since the manager was told of their tokens
         self._keys = itertools.count()
 
     # -- coming and going --------------------------------------------------------------------
@@ -161,50 +162,55 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next step; None if there is nothing that can be done before tokens come back."""
         at, rows = self.at, self._rows()
+        if self._untold >= self.manager.block_size:
+            self._sync(rows)
+            self._untold = 0
         scheduled = at.scheduled[rows]
-        decoding = scheduled >= at.appended[rows]  # its prompt is computed
-        decoding &= scheduled + 1 < at.end[rows]  # tokens in flight are not the last
+        prefilling = scheduled < at.appended[rows]
+        decoding = scheduled + 1 < at.end[rows]  # tokens in flight are not the last
+        decoding &= ~prefilling
         decoding &= (at.known[rows] > scheduled) | ~at.stepwise[rows]
+        begun = rows[prefilling].tolist()
         rows = self._reserve(rows if decoding.all() else rows[decoding])
         budget = self.config.max_tokens_per_step
         chunks: list[Chunk] = []
-        running = self._rows()
-        for row in running[at.scheduled[running] < at.appended[running]].tolist():
-            if budget:
+        for row in begun:
+            if budget and at.keys[row] >= 0:  # it may have been preempted
                 chunks.append(self._chunk(row, budget))
                 budget -= chunks[-1].count
         admitted: list[Sequence] = []
         budget = self._admit(chunks, admitted, budget)
-        num_steps = 1
-        alone = not chunks and not at.stepwise[rows].any()
+        decodes, num_steps = at.decodes(rows), 1
+        alone = not chunks and not decodes.stepwise
         if len(rows) and alone and self.config.decode_steps_per_dispatch > 1:
-            rows, num_steps = self._reserve_ahead(rows)
+            num_steps = self._reserve_ahead(rows)
         if not len(rows) and not chunks:
             return None
         for chunk in chunks:
             if chunk.last and chunk.sequence.request.unforked:
                 chunk.children = self._fork_all(chunk.sequence)
-        return self._work(rows, chunks, num_steps, admitted)
+        return self._work(decodes, chunks, num_steps, admitted)
 
     def _work(
-        self, rows: np.ndarray, chunks: list[Chunk], num_steps: int, admitted: list[Sequence]
+        self, decodes: Decodes, chunks: list[Chunk], num_steps: int, admitted: list[Sequence]
     ) -> Work:
-        at = self.at
-        decodes = [at.sequences[row] for row in rows.tolist()]
-        positions = at.scheduled[rows]
-        tokens = np.full(len(rows), -1, np.int64)
-        for i in np.flatnonzero(at.known[rows] > positions).tolist():
-            tokens[i] = decodes[i].tokens[positions[i]]
-        wanted = [chunk.sequence.request.logprobs for chunk in chunks]
+        at, rows = self.at, decodes.rows
+        positions, tokens = at.scheduled[rows], None
+        seen = at.known[rows] > positions
+        if seen.any():
+            tokens = np.full(len(rows), -1, np.int64)
+            for i in np.flatnonzero(seen).tolist():
+                tokens[i] = decodes.sequences[i].tokens[positions[i]]
         return Work(
-            decodes, rows, at.keys[rows], positions, tokens,
-            np.minimum(at.end[rows] - positions - 1, num_steps), chunks, num_steps, admitted,
-            max([int(at.logprobs[rows].max(initial=-1)), *wanted]),
+            decodes, positions, tokens, np.minimum(at.end[rows] - positions - 1, num_steps),
+            chunks, num_steps, admitted,
+            max([decodes.logprobs, *(chunk.sequence.request.logprobs for chunk in chunks)]),
         )  # fmt: skip
 
     def dispatched(self, work: Work) -> None:
         """The step is on its way: the KV of its positions counts as computed."""
-        self.at.scheduled[work.rows] += work.counts
+        self._untold += work.num_steps
+        self.at.scheduled[work.decodes.rows] += work.counts
         keys, counts = [], []
         for chunk in work.chunks:
             for sequence in (chunk.sequence, *chunk.children):
@@ -238,7 +244,6 @@ class Scheduler:
             if not np.count_nonzero(short):
                 return rows
             asking = rows[short]
-            self._sync(asking)
             appended = at.appended[asking]
             try:
                 slots = self.manager.reserve(self._keys_of(asking), wanted[short] - appended)
@@ -251,13 +256,14 @@ class Scheduler:
                 self.preempt(self.running[-1], reason)
                 rows = rows[at.keys[rows] >= 0]
 
-    def _reserve_ahead(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
-        """More slots for several steps at once, if there are blocks for it."""
+    def _reserve_ahead(self, rows: np.ndarray) -> int:
+        """More slots for several steps at once, if there are blocks for it; for how many."""
         num_steps = self.config.decode_steps_per_dispatch
         try:
-            return self._reserve(rows, num_steps), num_steps
+            self._reserve(rows, num_steps)
         except OutOfBlocksError:
-            return rows, 1
+            return 1
+        return num_steps
 
     def num_untold(self) -> int:
         """Tokens in slots of which the manager has not been told yet."""

@@ -31,28 +31,50 @@ class Chunk:
         return self.start + self.count == len(self.sequence.tokens)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decodes:
+    """Sequences that decode together. The same object for as long as they do, step by step.
+
+    Attributes:
+      sequences: n of them.
+      rows: i64[n].
+      keys: i64[n].
+      plain: bool[n]; whose tokens are appended and told, and nothing else is done with them.
+      stepwise: whether the next step of one follows from the tokens of this one.
+      logprobs: the most likeliest tokens that one of them wants reported; -1: none wants any.
+      num_stop_ids: the most that one of them has.
+    """
+
+    sequences: list[Sequence]
+    rows: np.ndarray
+    keys: np.ndarray
+    plain: np.ndarray
+    stepwise: bool
+    logprobs: int
+    num_stop_ids: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
 @dataclasses.dataclass
 class Work:
     """One step.
 
     Attributes:
       decodes: sequences that bring one token each, or `num_steps`.
-      rows: i64[n]; theirs.
-      keys: i64[n]; theirs.
       positions: i64[n]; of the tokens that they consume first.
-      tokens: i64[n]; these tokens, where the host has seen them; -1 elsewhere.
+      tokens: i64[n]; these tokens, where the host has seen them; -1 elsewhere. None: -1 everywhere.
       counts: i64[n]; how many each brings at most.
       chunks: of prompts, and of what preempted sequences must compute again.
       num_steps: decode steps of this dispatch; 1 where there are chunks.
       admitted: sequences that got a row for this step.
-      logprobs: the most likeliest tokens that one of them wants reported; -1: none wants any.
+      logprobs: the most likeliest tokens that one of all wants reported; -1: none wants any.
     """
 
-    decodes: list[Sequence]
-    rows: np.ndarray
-    keys: np.ndarray
+    decodes: Decodes
     positions: np.ndarray
-    tokens: np.ndarray
+    tokens: np.ndarray | None
     counts: np.ndarray
     chunks: list[Chunk]
     num_steps: int
@@ -63,4 +85,11 @@ class Work:
     def nothing(cls) -> Work:
         """A step of padding alone."""
         none = np.zeros(0, np.int64)
-        return cls([], none, none, none, none, none, [], 1, [], -1)
+        decodes = Decodes([], none, none, none > 0, False, -1, 0)
+        return cls(decodes, none, None, none, [], 1, [], -1)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that it computes something of."""
+        chunks = [s for chunk in self.chunks for s in (chunk.sequence, *chunk.children)]
+        return [*self.decodes.sequences, *chunks]
