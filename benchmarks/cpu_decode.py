@@ -50,6 +50,7 @@ def measure(model, streams: int, dtype: str, args: argparse.Namespace) -> dict:
     )
     step = make_steps(model).decode
     sampler = jax.tree.map(jax.numpy.asarray, SamplerState.empty(streams, config.max_len))
+    history = sampler.history
     rng = np.random.default_rng(0)
     seconds: dict[int, list[float]] = {}
     for context in contexts(start, end, window):
@@ -70,7 +71,9 @@ def measure(model, streams: int, dtype: str, args: argparse.Namespace) -> dict:
                 rows, np.full(streams, context + i), num_seqs=streams, padding_row=config.max_seqs
             )
             plan = pad_plan(manager.take_plan(), cells=max(8, streams), lengths=max(8, streams))
-            out, state, sampler = step(state, sampler, plan, tokens, batch, num_steps=1)
+            out, state, history = step(
+                state, history, sampler.params, plan, tokens, batch, num_steps=1
+            )
             tokens = np.asarray(out.tokens)
             manager.commit_batch(ids, [1] * streams)
             times.append(time.perf_counter() - began)

@@ -46,14 +46,14 @@ def stepper(model: Llama, mebibytes: int, same: list[bool]):
     sampler = jax.tree.map(jax.numpy.asarray, SamplerState.empty(STREAMS, cache.max_len))
     plan = pad_plan(jaxkv.Plan.empty(), cells=8, lengths=8)
     tokens = np.zeros(STREAMS, np.int32)
-    held = [(state, sampler)]
+    held = [(state, sampler.history)]
 
     def run() -> None:
-        state, sampler = held.pop()
+        state, history = held.pop()
         pointer = state.kv_pages.unsafe_buffer_pointer()
-        out, state, sampler = step(state, sampler, plan, tokens, batch, num_steps=1)
+        out, state, history = step(state, history, sampler.params, plan, tokens, batch, num_steps=1)
         jax.block_until_ready(out)
-        held.append((state, sampler))
+        held.append((state, history))
         same.append(state.kv_pages.unsafe_buffer_pointer() == pointer)
 
     return run

@@ -28,12 +28,25 @@ from jaxkv.sampling_params import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SamplerState:
-    """One row for each sequence. A PyTree; steps donate it.
+class History:
+    """What steps change, one row for each sequence. A PyTree; steps donate it.
 
     Attributes:
       token_ids: i32[R, max_len]; tokens of the sequence, prompt included; the rest is anything.
-      num_prompt: i32[R]; how many of them are the prompt.
+      processor_states: of each logits processor, with a leading axis R.
+    """
+
+    token_ids: Any
+    processor_states: tuple[Any, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowParams:
+    """What steps only read, one row for each sequence. A PyTree.
+
+    Attributes:
+      num_prompt: i32[R]; how many of the tokens are the prompt.
       end: i32[R]; length at which the sequence ends.
       min_len: i32[R]; length before which no stop token is chosen.
       stop_ids: i32[R, MAX_STOP_TOKENS]; -1 where unused.
@@ -49,10 +62,8 @@ class SamplerState:
       bias_ids: i32[R, MAX_LOGIT_BIAS]; -1 where unused.
       bias: f32[R, MAX_LOGIT_BIAS].
       processor: i32[R]; which of the engine's logits processors, -1 for none.
-      processor_states: of each processor, with a leading axis R.
     """
 
-    token_ids: Any
     num_prompt: Any
     end: Any
     min_len: Any
@@ -69,15 +80,28 @@ class SamplerState:
     bias_ids: Any
     bias: Any
     processor: Any
-    processor_states: tuple[Any, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerState:
+    """R rows. A PyTree.
+
+    Attributes:
+      history: see there.
+      params: see there. They are apart because an array that a step returns costs the host more
+        than one that it only reads.
+    """
+
+    history: History
+    params: RowParams
 
     @classmethod
     def empty(cls, rows: int, max_len: int) -> SamplerState:
         """Greedy rows without tokens, NumPy."""
         i32, f32 = np.int32, np.float32
-        return cls(
-            token_ids=np.zeros((rows, max_len), i32), num_prompt=np.zeros(rows, i32),
-            end=np.zeros(rows, i32), min_len=np.zeros(rows, i32),
+        params = RowParams(
+            num_prompt=np.zeros(rows, i32), end=np.zeros(rows, i32), min_len=np.zeros(rows, i32),
             stop_ids=np.full((rows, MAX_STOP_TOKENS), -1, i32),
             seed=np.zeros(rows, np.uint32), sample=np.zeros(rows, np.uint32),
             temperature=np.zeros(rows, f32), top_k=np.zeros(rows, i32), top_p=np.ones(rows, f32),
@@ -86,6 +110,7 @@ class SamplerState:
             bias_ids=np.full((rows, MAX_LOGIT_BIAS), -1, i32),
             bias=np.zeros((rows, MAX_LOGIT_BIAS), f32), processor=np.full(rows, -1, i32),
         )  # fmt: skip
+        return cls(History(np.zeros((rows, max_len), i32)), params)
 
     def fill(
         self,
@@ -101,18 +126,24 @@ class SamplerState:
         processor: int,
     ) -> None:
         """Sets a row of an `empty` one."""
-        self.token_ids[row, : len(token_ids)] = token_ids
-        self.num_prompt[row], self.end[row] = num_prompt, end
-        self.min_len[row] = num_prompt + params.min_tokens
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
-        self.seed[row], self.sample[row], self.processor[row] = seed, sample, processor
-        self.temperature[row], self.top_k[row] = params.temperature, params.top_k
-        self.top_p[row], self.min_p[row] = params.top_p, params.min_p
-        self.repetition[row] = params.repetition_penalty
-        self.presence[row] = params.presence_penalty
-        self.frequency[row] = params.frequency_penalty
+        self.history.token_ids[row, : len(token_ids)] = token_ids
+        to = self.params
+        to.num_prompt[row], to.end[row] = num_prompt, end
+        to.min_len[row] = num_prompt + params.min_tokens
+        to.stop_ids[row, : len(stop_ids)] = stop_ids
+        to.seed[row], to.sample[row], to.processor[row] = seed, sample, processor
+        to.temperature[row], to.top_k[row] = params.temperature, params.top_k
+        to.top_p[row], to.min_p[row] = params.top_p, params.min_p
+        to.repetition[row] = params.repetition_penalty
+        to.presence[row] = params.presence_penalty
+        to.frequency[row] = params.frequency_penalty
         for i, (token, bias) in enumerate(params.logit_bias.items()):
-            self.bias_ids[row, i], self.bias[row, i] = token, bias
+            to.bias_ids[row, i], to.bias[row, i] = token, bias
+
+    def with_processor_states(self, states: tuple[Any, ...]) -> SamplerState:
+        """The same with these in place of its own."""
+        history = dataclasses.replace(self.history, processor_states=states)
+        return dataclasses.replace(self, history=history)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -127,11 +158,12 @@ def copy_rows(
 ) -> SamplerState:
     """Rows i32[A] become what rows `sources` are, but for seed and sample. Donates state."""
     state = jax.tree.map(lambda x: x.at[rows].set(x[sources], mode="drop"), state)
-    return dataclasses.replace(
-        state,
-        seed=state.seed.at[rows].set(seeds, mode="drop"),
-        sample=state.sample.at[rows].set(samples, mode="drop"),
+    params = dataclasses.replace(
+        state.params,
+        seed=state.params.seed.at[rows].set(seeds, mode="drop"),
+        sample=state.params.sample.at[rows].set(samples, mode="drop"),
     )
+    return dataclasses.replace(state, params=params)
 
 
 class ProcessorError(JaxkvError):
@@ -177,7 +209,7 @@ def sample(
 
     Args:
       logits: f32[L, vocab_size].
-      state: R rows; `token_ids[rows, :lengths]` is what the logits follow.
+      state: R rows; `history.token_ids[rows, :lengths]` is what the logits follow.
       rows: i32[L], rows of the state; R or above for padding.
       lengths: i32[L]; the new token's position.
       keep: bool[L]; the token is written to the state, and a processor's new state is kept.
@@ -186,23 +218,21 @@ def sample(
       processors: static; those of the state.
 
     Returns:
-      What was chosen, and the new state.
+      What was chosen, and the new state, whose history alone has changed.
     """
-    raw, R = logits, len(state.token_ids)
+    raw, history = logits, state.history
+    R = len(history.token_ids)
     read = _Rows(state, jnp.minimum(rows, R - 1), rows < R)
     logits = _biased(logits, read, lengths)
     logits = _penalised(logits, read, lengths)
     states = []
-    for i, (processor, old) in enumerate(zip(processors, state.processor_states, strict=True)):
+    for i, (processor, old) in enumerate(zip(processors, history.processor_states, strict=True)):
         logits, changed = _processed(logits, read, lengths, i, processor, old, keep)
         states.append(changed)
     tokens = _drawn(logits, read, lengths)
     written = jnp.where(keep & read.live, rows, R)
-    state = dataclasses.replace(
-        state,
-        token_ids=state.token_ids.at[written, lengths].set(tokens, mode="drop"),
-        processor_states=tuple(states),
-    )
+    token_ids = history.token_ids.at[written, lengths].set(tokens, mode="drop")
+    state = dataclasses.replace(state, history=History(token_ids, tuple(states)))
     if num_logprobs is None:
         return Sampled(tokens), state
     logprobs = jax.nn.log_softmax(raw, axis=-1)
@@ -219,8 +249,13 @@ class _Rows(NamedTuple):
     at: jax.Array  # i32[L], in range
     live: jax.Array  # bool[L]
 
+    @property
+    def token_ids(self) -> jax.Array:
+        """i32[L, max_len]."""
+        return jnp.asarray(self.state.history.token_ids)[self.at]
+
     def __call__(self, name: str, padding: float) -> jax.Array:
-        value = jnp.asarray(getattr(self.state, name))[self.at]
+        value = jnp.asarray(getattr(self.state.params, name))[self.at]
         live = self.live.reshape(-1, *[1] * (value.ndim - 1))
         return jnp.where(live, value, jnp.asarray(padding, value.dtype))
 
@@ -248,7 +283,7 @@ def _penalised(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
     frequency = read("frequency", 0)
 
     def apply(logits):
-        tokens = read("token_ids", 0)  # i32[L, max_len]
+        tokens = read.token_ids
         position = jnp.arange(tokens.shape[1])
         held = position < lengths[:, None]
         made = held & (position >= read("num_prompt", 0)[:, None])
@@ -274,11 +309,11 @@ def _processed(logits, read: _Rows, lengths, i: int, processor: LogitsProcessor,
     mine = read("processor", -1) == i
     states = jax.tree.map(lambda x: x[read.at], old)
     try:
-        changed, states = jax.vmap(processor.apply)(logits, states, read("token_ids", 0), lengths)
+        changed, states = jax.vmap(processor.apply)(logits, states, read.token_ids, lengths)
         changed = jnp.broadcast_to(changed, logits.shape).astype(logits.dtype)
     except Exception as error:
         raise ProcessorError(i, error) from error
-    rows = jnp.where(mine & keep, read.at, len(read.state.token_ids))
+    rows = jnp.where(mine & keep, read.at, len(read.state.history.token_ids))
     new = jax.tree.map(lambda x, s: x.at[rows].set(s, mode="drop"), old, states)
     return jnp.where(mine[:, None], changed, logits), new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class Device:
     @property
     def is_lost(self) -> bool:
         """Whether a step that failed took the cache with it."""
-        return is_stale(self.state) or self.sampler.token_ids.is_deleted()
+        return is_stale(self.state) or self.sampler.history.token_ids.is_deleted()
 
     def lose(self) -> None:
         """The cache came out of a step that failed: nothing in it can be read."""
@@ -103,8 +104,7 @@ class Device:
             jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, 0), processor.init())
             for processor in self.processors
         )
-        empty = SamplerState.empty(rows, self.cache.max_len)
-        return dataclasses.replace(empty, processor_states=states)
+        return SamplerState.empty(rows, self.cache.max_len).with_processor_states(states)
 
     # -- rows --------------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class Device:
             first = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], rows, 0),
                                  processor.init())  # fmt: skip
             self.processors.append(processor)
-            states = (*self.sampler.processor_states, first)
-            self.sampler = dataclasses.replace(self.sampler, processor_states=states)
+            states = (*self.sampler.history.processor_states, first)
+            self.sampler = self.sampler.with_processor_states(states)
         return self.processors.index(processor)
 
     def disable_processor(self, index: int) -> None:
@@ -131,14 +131,14 @@ class Device:
         """No request uses one any more."""
         if self.processors:
             self.processors.clear()
-            self.sampler = dataclasses.replace(self.sampler, processor_states=())
+            self.sampler = self.sampler.with_processor_states(())
 
     def processor_state(self, sequence: Sequence) -> Any:
         """The state of a running sequence's processor, to be kept while it has no row."""
         i = sequence.request.processor
         if i < 0:
             return None
-        return jax.tree.map(lambda x: x[sequence.row], self.sampler.processor_states[i])
+        return jax.tree.map(lambda x: x[sequence.row], self.sampler.history.processor_states[i])
 
     def fill_rows(self, sequences: Seq[Sequence]) -> None:
         """The rows of sequences that were admitted: tokens and parameters."""
@@ -156,7 +156,7 @@ class Device:
                 sample=sequence.sample, processor=request.processor,
             )  # fmt: skip
             if sequence.processor_state is not None:
-                kept = new.processor_states[request.processor]
+                kept = new.history.processor_states[request.processor]
                 jax.tree.map(lambda x, s, i=i: x.__setitem__(i, s), kept, sequence.processor_state)
                 sequence.processor_state = None
         self.sampler = set_rows(self.sampler, rows, new)
@@ -177,7 +177,7 @@ class Device:
 
     def send(self, work: Work, plan: Plan, form: Form | None = None) -> Flight:
         """Sends a step off, in the smallest form that holds it; does not wait for it. Donates state
-        and sampler."""
+        and history."""
         form = form or self._form(work)
         options: dict[str, Any] = dict(
             num_logprobs=_num_logprobs(work.logprobs), processors=tuple(self.processors)
@@ -197,8 +197,14 @@ class Device:
             self.apply(plan)
             plan = Plan.empty()
         padded = self._pad(plan, size)
-        sampled, self.state, self.sampler = step(self.state, self.sampler, padded, *args, **options)
+        sampled = self._run(step, padded, *args, **options)
         return Flight(work, sampled, *brings)
+
+    def _run(self, step: Callable[..., Any], plan: DevicePlan, *args: Any, **options: Any):
+        history, params = self.sampler.history, self.sampler.params
+        sampled, self.state, history = step(self.state, history, params, plan, *args, **options)
+        self.sampler = SamplerState(history, params)
+        return sampled
 
     def send_draft(self, sequence: Sequence, start: int, tokens: list[int], plan: Plan) -> Sampled:
         """A choice after each of `tokens`, the sequence's from position `start` on."""
@@ -215,12 +221,11 @@ class Device:
         entries = Entries(rows, np.zeros(num_tokens, bool), np.full(num_tokens, -1, np.int32))
         self.apply(plan)
         nothing = pad_plan(Plan.empty(), cells=_MIN_PLAN, lengths=_MIN_PLAN)
-        sampled, self.state, self.sampler = self._steps.step(
-            self.state, self.sampler, nothing, given, batch, entries,
+        return self._run(
+            self._steps.step, nothing, given, batch, entries,
             num_logprobs=_num_logprobs(sequence.request.logprobs),
             processors=tuple(self.processors),
         )  # fmt: skip
-        return sampled
 
     def apply(self, plan: Plan) -> None:
         """The tables follow the manager without a step."""

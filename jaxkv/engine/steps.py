@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxkv.sampling import Sampled, SamplerState, sample
+from jaxkv.sampling import History, RowParams, Sampled, SamplerState, sample
 from jaxkv.sampling_params import LogitsProcessor
 from jaxkv.state import Batch, DevicePlan, PagedState, apply_device_plan
 
@@ -42,18 +42,18 @@ class Entries(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The two steps of a model, bound to its weights; both donate state and sampler.
+    """The two steps of a model, bound to its weights; both donate state and history.
 
     Attributes:
-      step: (state, sampler, plan, tokens i32[T], batch, entries, num_logprobs=None, processors=())
-        -> (Sampled of L, state, sampler). A token of -1 is read from the sampler's row.
-      decode: (state, sampler, plan, tokens i32[S], batch, num_steps=k, ...) -> (Sampled of k * S,
-        step by step, state, sampler): k decode steps without the host. Rows end at a stop token or
-        at their end; from there on their tokens are -1.
+      step: (state, history, params, plan, tokens i32[T], batch, entries, num_logprobs=None,
+        processors=()) -> (Sampled of L, state, history). A token of -1 is read from the history.
+      decode: (state, history, params, plan, tokens i32[S], batch, num_steps=k, ...) -> (Sampled of
+        k * S, step by step, state, history): k decode steps without the host. Rows end at a stop
+        token or at their end; from there on their tokens are -1.
     """
 
-    step: Callable[..., tuple[Sampled, PagedState, SamplerState]]
-    decode: Callable[..., tuple[Sampled, PagedState, SamplerState]]
+    step: Callable[..., tuple[Sampled, PagedState, History]]
+    decode: Callable[..., tuple[Sampled, PagedState, History]]
 
 
 def make_steps(model: Any) -> Steps:
@@ -76,54 +76,55 @@ def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
 
     @functools.partial(
         jax.jit,
-        donate_argnames=("state", "sampler"),
+        donate_argnames=("state", "history"),
         static_argnames=("num_logprobs", "processors"),
     )
-    def step(leaves, state: PagedState, sampler: SamplerState, plan: DevicePlan, tokens,
-             batch: Batch, entries: Entries, *, num_logprobs: int | None = None,
+    def step(leaves, state: PagedState, history: History, params: RowParams, plan: DevicePlan,
+             tokens, batch: Batch, entries: Entries, *, num_logprobs: int | None = None,
              processors: tuple[LogitsProcessor, ...] = ()):  # fmt: skip
         trace_counts[len(tokens), len(batch.query_start) - 1, 1] += 1
         state = apply_device_plan(state, plan)
-        tokens, sampler = _inputs(sampler, tokens, batch)
+        tokens, history = _inputs(history, tokens, batch)
         logits, state = forward(leaves, state, tokens, batch)
         lengths = jnp.asarray(batch.positions)[batch.logit_tokens] + 1
         sampled, sampler = sample(
-            logits, sampler, jnp.asarray(entries.rows), lengths, keep=jnp.asarray(entries.keep),
-            targets=jnp.asarray(entries.targets), num_logprobs=num_logprobs, processors=processors,
+            logits, SamplerState(history, params), jnp.asarray(entries.rows), lengths,
+            keep=jnp.asarray(entries.keep), targets=jnp.asarray(entries.targets),
+            num_logprobs=num_logprobs, processors=processors,
         )  # fmt: skip
-        return sampled, state, sampler
+        return sampled, state, sampler.history
 
     @functools.partial(
         jax.jit,
-        donate_argnames=("state", "sampler"),
+        donate_argnames=("state", "history"),
         static_argnames=("num_steps", "num_logprobs", "processors"),
     )
-    def decode(leaves, state: PagedState, sampler: SamplerState, plan: DevicePlan, tokens,
-               batch: Batch, *, num_steps: int, num_logprobs: int | None = None,
+    def decode(leaves, state: PagedState, history: History, params: RowParams, plan: DevicePlan,
+               tokens, batch: Batch, *, num_steps: int, num_logprobs: int | None = None,
                processors: tuple[LogitsProcessor, ...] = ()):  # fmt: skip
         num_seqs = len(tokens)
         trace_counts[num_seqs, num_seqs, num_steps] += 1
         state = apply_device_plan(state, plan)
-        tokens, sampler = _inputs(sampler, tokens, batch)
-        max_seqs = len(sampler.token_ids)
+        tokens, history = _inputs(history, tokens, batch)
+        max_seqs = len(history.token_ids)
 
         def body(carry):
-            i, rows, positions, tokens, state, sampler, out = carry
+            i, rows, positions, tokens, state, history, out = carry
             now = Batch(rows, positions, batch.query_start, max_query_len=1)
             logits, state = forward(leaves, state, tokens, now)
             live = rows < max_seqs
             sampled, sampler = sample(
-                logits, sampler, rows, positions + 1, keep=live,
+                logits, SamplerState(history, params), rows, positions + 1, keep=live,
                 num_logprobs=num_logprobs, processors=processors,
             )  # fmt: skip
             new = sampled.tokens
             found = sampled._replace(tokens=jnp.where(live, new, -1))
             out = jax.tree.map(lambda x, y: x.at[i].set(y), out, found)
-            stops = jnp.asarray(sampler.stop_ids)[jnp.minimum(rows, max_seqs - 1)]
-            ends = jnp.asarray(sampler.end)[jnp.minimum(rows, max_seqs - 1)]
+            stops = jnp.asarray(params.stop_ids)[jnp.minimum(rows, max_seqs - 1)]
+            ends = jnp.asarray(params.end)[jnp.minimum(rows, max_seqs - 1)]
             over = (stops == new[:, None]).any(-1) | (positions + 2 >= ends)
             rows = jnp.where(over, max_seqs, rows)
-            return i + 1, rows, positions + 1, new, state, sampler, out
+            return i + 1, rows, positions + 1, new, state, sampler.history, out
 
         def go_on(carry):
             i, rows, *_ = carry
@@ -137,20 +138,20 @@ def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
                           jnp.zeros(top, jnp.float32))  # fmt: skip
         start = (
             jnp.int32(0), jnp.asarray(batch.rows), jnp.asarray(batch.positions), tokens, state,
-            sampler, out,
+            history, out,
         )  # fmt: skip
-        *_, state, sampler, out = lax.while_loop(go_on, body, start)
+        *_, state, history, out = lax.while_loop(go_on, body, start)
         flat = num_steps * num_seqs
-        return jax.tree.map(lambda x: x.reshape(flat, *x.shape[2:]), out), state, sampler
+        return jax.tree.map(lambda x: x.reshape(flat, *x.shape[2:]), out), state, history
 
     return step, decode
 
 
-def _inputs(sampler: SamplerState, tokens, batch: Batch) -> tuple[jax.Array, SamplerState]:
+def _inputs(history: History, tokens, batch: Batch) -> tuple[jax.Array, History]:
     """The batch's tokens: those that the host gives, which are written down, or the rows' own."""
     rows, positions = jnp.asarray(batch.rows), jnp.asarray(batch.positions)
-    tokens, held = jnp.asarray(tokens), jnp.asarray(sampler.token_ids)
+    tokens, held = jnp.asarray(tokens), jnp.asarray(history.token_ids)
     own = held.at[rows, positions].get(mode="fill", fill_value=0)
     given = jnp.where(tokens >= 0, rows, len(held))
     held = held.at[given, positions].set(tokens, mode="drop")
-    return jnp.where(tokens >= 0, tokens, own), dataclasses.replace(sampler, token_ids=held)
+    return jnp.where(tokens >= 0, tokens, own), dataclasses.replace(history, token_ids=held)

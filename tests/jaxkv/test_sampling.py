@@ -106,7 +106,7 @@ def test_a_token_is_written_where_it_is_kept():
     state = rows_of(*[SamplingParams()] * 3)
     logits = jnp.tile(jnp.arange(5.0), (3, 1))
     _, state = choose(logits, state, [2, 2, 2], rows=[0, 1, 3], keep=[True, False, True])
-    assert state.token_ids.tolist() == [[0, 0, 4, 0, 0, 0, 0, 0], [0] * 8, [0] * 8]
+    assert state.history.token_ids.tolist() == [[0, 0, 4, 0, 0, 0, 0, 0], [0] * 8, [0] * 8]
 
 
 # -- penalties, bias, bans -------------------------------------------------------------------
@@ -174,7 +174,8 @@ def counting():
 def test_a_processor_has_its_rows_and_its_state():
     state = rows_of(*[SamplingParams()] * 3)
     state = dataclasses.replace(
-        state, processor=jnp.array([0, -1, 0]), processor_states=(jnp.zeros(3, jnp.int32),)
+        state.with_processor_states((jnp.zeros(3, jnp.int32),)),
+        params=dataclasses.replace(state.params, processor=jnp.array([0, -1, 0])),
     )
     logits, keep = jnp.tile(LOGITS, (3, 1)), jnp.array([True, True, False])
     seen = []
@@ -189,14 +190,14 @@ def test_a_processor_has_its_rows_and_its_state():
         )
         seen.append(found.tokens.tolist())
     assert seen == [[1, 0, 1], [0, 0, 1], [0, 0, 1]]
-    assert state.processor_states[0].tolist() == [3, 0, 0]
+    assert state.history.processor_states[0].tolist() == [3, 0, 0]
 
 
 def test_a_processor_that_fails_is_named():
     def fail(*_):
         raise KeyError("oh")
 
-    state = dataclasses.replace(rows_of(SamplingParams()), processor_states=(jnp.zeros(1),))
+    state = rows_of(SamplingParams()).with_processor_states((jnp.zeros(1),))
     with pytest.raises(ProcessorError, match="the logits processor raised KeyError: 'oh'"):
         choose(LOGITS[None], state, [1], processors=(LogitsProcessor(lambda: 0, fail),))
 
@@ -210,13 +211,14 @@ def test_rows_are_set_and_copied():
     new.fill(0, [5, 6], SamplingParams(temperature=2, seed=3), num_prompt=2, end=7, stop_ids=(9,),
              seed=3, sample=1, processor=-1)  # fmt: skip
     state = set_rows(state, np.array([2, 4], np.int32), new)
-    assert state.token_ids[2, :2].tolist() == [5, 6]
-    assert state.temperature.tolist() == [0, 0, 2, 0]
+    assert state.history.token_ids[2, :2].tolist() == [5, 6]
+    assert state.params.temperature.tolist() == [0, 0, 2, 0]
     state = copy_rows(state, np.array([2, 0]), np.array([0, 4]), np.array([8, 8], np.uint32),
                       np.array([5, 5], np.uint32))  # fmt: skip
-    assert state.token_ids[0, :2].tolist() == [5, 6]
-    assert (int(state.seed[0]), int(state.sample[0]), int(state.end[0])) == (8, 5, 7)
-    assert int(state.seed[2]) == 3
+    assert state.history.token_ids[0, :2].tolist() == [5, 6]
+    params = state.params
+    assert (int(params.seed[0]), int(params.sample[0]), int(params.end[0])) == (8, 5, 7)
+    assert int(params.seed[2]) == 3
 
 
 # -- parameters ------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def decode_args(config, rows, position, num_seqs):
     )  # fmt: skip
     plan = pad_plan(Plan.empty(), cells=8, lengths=8)
     sampler = SamplerState.empty(config.max_seqs, config.max_len)
-    return sampler, plan, np.ones(num_seqs, np.int32), batch
+    return sampler.history, sampler.params, plan, np.ones(num_seqs, np.int32), batch
 
 
 def decoder(model, config, rows, position, num_seqs):
