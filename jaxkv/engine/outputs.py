@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from jaxkv.engine.requests import Request, RequestOutput, Sequence
+from jaxkv.engine.requests import NO_EXTRAS, Extras, Request, RequestOutput, Sequence
 
 
 class Outputs:
@@ -95,20 +95,22 @@ class Outputs:
             sequence.text += sequence.detokenizer.flush()
 
     def _output(self, sequence: Sequence) -> RequestOutput:
-        request, params = sequence.request, sequence.request.params
-        tokens, reported = sequence.tokens, sequence.reported
+        request, tokens, reported = sequence.request, sequence.tokens, sequence.reported
         new = tokens[len(request.prompt) + reported :]
-        sequence.reported = reported + len(new)
-        keeps = request.logprobs >= 0
-        return RequestOutput(
-            request.id, sequence.sample, new,
-            self._new_text(sequence) if self._tokenizer is not None and params.detokenize else "",
-            sequence.reported, sequence.text[: sequence.shown], sequence.finish_reason,
-            sequence.error, request.prompt, request.num_cached_tokens or 0,
-            sequence.logprobs[reported:] if keeps and params.logprobs is not None else None,
+        sequence.reported = count = reported + len(new)
+        texts = request.params.detokenize and self._tokenizer is not None
+        bare = not texts and request.logprobs < 0 and sequence.error is None
+        extras = NO_EXTRAS if bare else self._extras(sequence, reported, texts)
+        return RequestOutput(new, count, sequence.finish_reason, sequence, tokens, extras)
+
+    def _extras(self, sequence: Sequence, reported: int, texts: bool) -> Extras:
+        request, new_text = sequence.request, self._new_text(sequence) if texts else ""
+        keeps, wants = request.logprobs >= 0, request.params.logprobs is not None
+        return Extras(
+            new_text, sequence.text[: sequence.shown], sequence.error,
+            sequence.logprobs[reported:] if keeps and wants else None,
             None if reported else request.prompt_logprobs,
-            sequence.cumulative_logprob if keeps else None, sequence.num_preemptions,
-            request.timings, tokens,
+            sequence.cumulative_logprob if keeps else None,
         )  # fmt: skip
 
     def _new_text(self, sequence: Sequence) -> str:

@@ -47,58 +47,6 @@ class Timings:
     finished: float | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class RequestOutput:
-    """What a step brought for one sample of a request.
-
-    Attributes:
-      request_id: the request.
-      sample: which of its samples.
-      new_token_ids: tokens of this step.
-      new_text: the text that they complete; "" without a tokenizer.
-      num_tokens: tokens so far, the end token included.
-      text: all text so far, up to a stop text.
-      finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
-        (max_tokens or the cache's longest sequence), "abort", or "error".
-      error: what went wrong, if something did.
-      prompt_ids: the prompt.
-      num_cached_tokens: prompt tokens whose KV was found in the cache.
-      logprobs: of the new tokens, if asked for.
-      prompt_logprobs: of the prompt from its second token on, if asked for; with the first output.
-      cumulative_logprob: of all tokens so far, if log-probabilities are kept.
-      num_preemptions: how often it lost its blocks.
-      timings: of the request.
-    """
-
-    request_id: Hashable
-    sample: int
-    new_token_ids: list[int]
-    new_text: str
-    num_tokens: int
-    text: str
-    finish_reason: FinishReason | None
-    error: str | None
-    prompt_ids: list[int]
-    num_cached_tokens: int
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs] | None
-    cumulative_logprob: float | None
-    num_preemptions: int
-    timings: Timings
-    _tokens: list[int] = dataclasses.field(repr=False)  # of the sequence, which goes on growing
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All tokens so far, the end token included."""
-        first = len(self.prompt_ids)
-        return self._tokens[first : first + self.num_tokens]
-
-    @property
-    def finished(self) -> bool:
-        """Whether this is the sample's last output."""
-        return self.finish_reason is not None
-
-
 class Status(enum.Enum):
     """Where a sequence is."""
 
@@ -208,3 +156,116 @@ class Sequence:
     processor_state: Any = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extras:
+    """What an output has beside token ids; see `RequestOutput`."""
+
+    new_text: str = ""
+    text: str = ""
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class RequestOutput:
+    """What a step brought for one sample of a request.
+
+    There is one for each sequence and step, and making them is a large part of what a step costs
+    the host: what does not change from step to step is looked up when somebody asks.
+
+    Attributes:
+      new_token_ids: tokens of this step.
+      num_tokens: tokens so far, the end token included.
+      finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
+        (max_tokens or the cache's longest sequence), "abort", or "error".
+    """
+
+    new_token_ids: list[int]
+    num_tokens: int
+    finish_reason: FinishReason | None
+    _sequence: Sequence
+    _tokens: list[int]  # of the sequence, which goes on growing
+    _extras: Extras = NO_EXTRAS
+
+    @property
+    def request_id(self) -> Hashable:
+        """The request."""
+        return self._sequence.request.id
+
+    @property
+    def sample(self) -> int:
+        """Which of its samples."""
+        return self._sequence.sample
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt."""
+        return self._sequence.request.prompt
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far, the end token included."""
+        first = len(self.prompt_ids)
+        return self._tokens[first : first + self.num_tokens]
+
+    @property
+    def new_text(self) -> str:
+        """The text that the new tokens complete; "" without a tokenizer."""
+        return self._extras.new_text
+
+    @property
+    def text(self) -> str:
+        """All text so far, up to a stop text."""
+        return self._extras.text
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the sample's last output."""
+        return self.finish_reason is not None
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, if something did."""
+        return self._extras.error
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the new tokens, if asked for."""
+        return self._extras.logprobs
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the prompt from its second token on, if asked for; with the first output."""
+        return self._extras.prompt_logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all tokens so far, if log-probabilities are kept."""
+        return self._extras.cumulative_logprob
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found in the cache."""
+        return self._sequence.request.num_cached_tokens or 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the sample has lost its blocks by now."""
+        return self._sequence.num_preemptions
+
+    @property
+    def timings(self) -> Timings:
+        """Of the request, as far as they are known by now."""
+        return self._sequence.request.timings
+
+    def __repr__(self) -> str:
+        names = ("request_id", "sample", "new_token_ids", "new_text", "num_tokens", "finish_reason",
+                 "error", "num_cached_tokens")  # fmt: skip
+        return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
