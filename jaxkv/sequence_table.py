@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.errors import JaxkvError, UnknownSequenceError
 
 NULL_BLOCK = 0  # never allocated: padding points at it, reads of it are masked
+_NO_CELLS, _NO_LENGTHS = np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +195,13 @@ class SequenceTable:
         width = self.max_blocks_per_seq
         parts = [np.arange(row * width + a, row * width + b) for row, a, b in self._dirty_ranges]
         parts += self._dirty_cells
-        flat = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-        rows, columns = np.divmod(flat, width)
-        cells = np.stack([rows, columns, self.blocks[rows, columns]], 1).astype(np.int32)
-        changed = np.array(sorted(self._dirty_rows), np.int64)
-        lengths = np.stack([changed, self.computed[changed]], 1).astype(np.int32)
+        cells, lengths = _NO_CELLS, _NO_LENGTHS  # as at most steps
+        if parts:
+            flat = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+            rows, columns = np.divmod(flat, width)
+            cells = np.stack([rows, columns, self.blocks[rows, columns]], 1).astype(np.int32)
+        if self._dirty_rows:
+            changed = np.array(sorted(self._dirty_rows), np.int64)
+            lengths = np.stack([changed, self.computed[changed]], 1).astype(np.int32)
         self._dirty_cells, self._dirty_ranges, self._dirty_rows = [], [], set()
         return cells, lengths

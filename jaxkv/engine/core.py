@@ -174,10 +174,10 @@ class EngineCore:
         """The tokens of one decode step, which begin at place `first`."""
         at, decodes = self._scheduler.at, work.decodes
         rows, sequences = decodes.rows, decodes.sequences
-        tokens, brings = sampled.tokens[first : first + len(rows)], work.counts > step
-        plain = decodes.plain & brings & (at.keys[rows] == decodes.keys)  # and still there
-        rest: list[int] = []
-        if not plain.all():
+        tokens, rest = sampled.tokens[first : first + len(rows)], []
+        if step or not decodes.all_plain or not at.all_there(decodes):
+            brings = work.counts > step
+            plain = decodes.plain & brings & (at.keys[rows] == decodes.keys)  # and still there
             rest, chosen = np.flatnonzero(brings & ~plain).tolist(), np.flatnonzero(plain)
             rows, tokens = rows[chosen], tokens[chosen]
             sequences = [sequences[i] for i in chosen.tolist()]

@@ -285,6 +285,8 @@ class Device:
             nothing = pad_plan(Plan.empty(), cells=size, lengths=size)
             self._no_changes[size] = jax.device_put(nothing)
         none = self._no_changes[size]
+        if not len(plan.cells) and not len(plan.lengths):
+            return none
         padded = pad_plan(plan, cells=size, lengths=size)
         return DevicePlan(
             none.copies,

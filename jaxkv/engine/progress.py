@@ -64,6 +64,7 @@ class Progress:
 
     def close(self, sequence: Sequence) -> None:
         """A sequence has lost its row."""
+        self._decodes = None
         sequence.awaited = self.in_flight(sequence)
         self.sequences[sequence.row], self.keys[sequence.row] = None, -1
         sequence.row = -1
@@ -72,12 +73,17 @@ class Progress:
         """What is known of the sequences in these rows; found anew for another array of rows."""
         if self._decodes is None or self._decodes.rows is not rows:
             sequences = [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
+            plain = self.plain[rows]
             self._decodes = Decodes(
-                sequences, rows, self.keys[rows], self.plain[rows], bool(self.stepwise[rows].any()),
-                int(self.logprobs[rows].max(initial=-1)),
+                sequences, rows, self.keys[rows], plain, bool(plain.all()),
+                bool(self.stepwise[rows].any()), int(self.logprobs[rows].max(initial=-1)),
                 int(self.num_stop_ids[rows].max(initial=0)),
             )  # fmt: skip
         return self._decodes
+
+    def all_there(self, decodes: Decodes) -> bool:
+        """Whether none of them has lost its row since."""
+        return decodes is self._decodes
 
     def tokens(self, row: int, first: int, end: int) -> list[int]:
         """Tokens of a row's sequence at these positions."""

@@ -22,6 +22,10 @@ from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.engine.work import Chunk, Decodes, Work
 from jaxkv.errors import ConfigError, OutOfBlocksError
 
+# Steps whose slots are asked for together with those that are needed now, where there are blocks:
+# fewer and larger calls, for a block that a sequence gets so many steps too early.
+LOOKAHEAD = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
@@ -237,24 +241,33 @@ class Scheduler:
         else can be taken from the others, and what never fits was refused when it came.
         """
         at = self.at
-        while True:
-            scheduled = at.scheduled[rows]
-            wanted = scheduled + np.minimum(num_steps, at.end[rows] - scheduled - 1)
-            short = wanted > at.slots[rows]
-            if not np.count_nonzero(short):
-                return rows
-            asking = rows[short]
-            appended = at.appended[asking]
+        while np.count_nonzero(self._ends(rows, num_steps) > at.slots[rows]):
             try:
-                slots = self.manager.reserve(self._keys_of(asking), wanted[short] - appended)
-                at.slots[asking] = appended + slots
-                return rows
+                self._ask(rows, num_steps + LOOKAHEAD)
+                break
+            except OutOfBlocksError:
+                pass
+            try:
+                self._ask(rows, num_steps)
             except OutOfBlocksError as error:
                 if num_steps > 1:
                     raise
                 reason = f"{error.asked} blocks were asked for, {error.free} were free"
                 self.preempt(self.running[-1], reason)
                 rows = rows[at.keys[rows] >= 0]
+        return rows
+
+    def _ends(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
+        """How long these sequences are after so many steps more."""
+        return np.minimum(self.at.scheduled[rows] + num_steps, self.at.end[rows] - 1)
+
+    def _ask(self, rows: np.ndarray, num_steps: int) -> None:
+        """Slots for so many steps, from the manager, for those that have too few."""
+        at, ends = self.at, self._ends(rows, num_steps)
+        short = ends > at.slots[rows]
+        rows, ends = rows[short], ends[short]
+        appended = at.appended[rows]
+        at.slots[rows] = appended + self.manager.reserve(self._keys_of(rows), ends - appended)
 
     def _reserve_ahead(self, rows: np.ndarray) -> int:
         """More slots for several steps at once, if there are blocks for it; for how many."""
@@ -285,7 +298,8 @@ class Scheduler:
             return
         old = at.appended[rows]
         spans = zip(rows.tolist(), old.tolist(), known.tolist(), strict=True)
-        tokens = [token for row, a, b in spans for token in at.tokens(row, a, b)]
+        runs = itertools.chain.from_iterable(at.tokens(row, a, b) for row, a, b in spans)
+        tokens = np.fromiter(runs, np.int32, int((known - old).sum()))
         selected = self.manager.select(self._keys_of(rows))
         self.manager.append_batch(selected, tokens, known - old)
         self.manager.commit_batch(selected, known - old)

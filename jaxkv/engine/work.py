@@ -40,6 +40,7 @@ class Decodes:
       rows: i64[n].
       keys: i64[n].
       plain: bool[n]; whose tokens are appended and told, and nothing else is done with them.
+      all_plain: whether that holds for all.
       stepwise: whether the next step of one follows from the tokens of this one.
       logprobs: the most likeliest tokens that one of them wants reported; -1: none wants any.
       num_stop_ids: the most that one of them has.
@@ -49,6 +50,7 @@ class Decodes:
     rows: np.ndarray
     keys: np.ndarray
     plain: np.ndarray
+    all_plain: bool
     stepwise: bool
     logprobs: int
     num_stop_ids: int
@@ -85,7 +87,7 @@ class Work:
     def nothing(cls) -> Work:
         """A step of padding alone."""
         none = np.zeros(0, np.int64)
-        decodes = Decodes([], none, none, none > 0, False, -1, 0)
+        decodes = Decodes([], none, none, none > 0, True, False, -1, 0)
         return cls(decodes, none, None, none, [], 1, [], -1)
 
     @property
