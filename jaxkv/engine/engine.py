@@ -157,7 +157,7 @@ class Engine(EngineCore):
         if old.timings.first_token is not None:  # the child has it, too
             request.timings.first_token = request.timings.submitted
         child = self._scheduler.sequence(request, parent.tokens)
-        child.reported, child.shown = parent.reported, parent.shown
+        child.told, child.shown = parent.told, parent.shown
         child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
         runs = parent.status is Status.RUNNING
         # Two do not compute one prompt: a child of one that is being computed waits for it.
@@ -225,7 +225,7 @@ class Engine(EngineCore):
         sequence = self._one_sample(request_id)
         if sequence.request.processor >= 0:
             raise JaxkvError(f"request {request_id!r} has a logits processor: verify cannot run it")
-        known = len(sequence.request.prompt) + sequence.reported
+        known = sequence.told
         if sequence.finish_reason is None:
             at = self._scheduler.at
             if sequence.status is not Status.RUNNING or at.prefilling(sequence):

@@ -17,7 +17,7 @@ class Outputs:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._news: dict[Sequence, None] = {}  # in order
+        self._news: dict[Sequence, bool] = {}  # in order; whether there are only token ids to tell
 
     def __bool__(self) -> bool:
         return bool(self._news)
@@ -26,11 +26,11 @@ class Outputs:
         """Something about it is to be told; of a best-of request only when all have ended."""
         request = sequence.request
         if request.beam is None and request.params.num_samples == request.params.n:
-            self._news[sequence] = None
+            self._news[sequence] = False
 
     def note_all(self, sequences: Iterable[Sequence]) -> None:
-        """Something about each is to be told, at once."""
-        self._news.update(dict.fromkeys(sequences))
+        """Each has new tokens, and nothing else to be told but their text."""
+        self._news.update(dict.fromkeys(sequences, self._tokenizer is None))
 
     def choose(self, request: Request) -> None:
         """The best hypotheses of a beam search; the best samples where some were drawn to spare."""
@@ -41,13 +41,13 @@ class Outputs:
                 if best:
                     sequence.tokens, sequence.finish_reason = best[rank].tokens, best[rank].reason
                     sequence.cumulative_logprob = best[rank].logprob
-                self._news[sequence] = None
+                self._news[sequence] = False
         elif params.num_samples > params.n:
             ended = [s for s in request.samples if s.finish_reason in ("stop", "length")]
             best = sorted(ended or request.samples, key=_mean_logprob, reverse=True)[: params.n]
             for rank, sequence in enumerate(best):
                 sequence.sample = rank
-                self._news[sequence] = None
+                self._news[sequence] = False
 
     def finds_stop_text(self, sequence: Sequence) -> bool:
         """Whether one of its stop texts is complete; the text ends before it."""
@@ -66,8 +66,7 @@ class Outputs:
 
     def cut(self, sequence: Sequence) -> None:
         """Some of its last tokens are no more; its text is made anew, and shown from there on."""
-        generated = len(sequence.tokens) - len(sequence.request.prompt)
-        sequence.reported = min(sequence.reported, generated)
+        sequence.told = min(sequence.told, len(sequence.tokens))
         sequence.detokenizer, sequence.text, sequence.searched = None, "", 0
         if self._tokenizer is not None and sequence.request.params.detokenize:
             self._decode(sequence)
@@ -76,12 +75,20 @@ class Outputs:
     def forget(self, request_ids: Iterable[Hashable]) -> None:
         """Nothing is to be told of these requests."""
         gone = set(request_ids)
-        self._news = {s: None for s in self._news if s.request.id not in gone}
+        self._news = {s: bare for s, bare in self._news.items() if s.request.id not in gone}
 
     def take(self) -> list[RequestOutput]:
         """Outputs of the sequences with news."""
         news, self._news = self._news, {}
-        return [self._output(sequence) for sequence in news]
+        outputs = []
+        for sequence, bare in news.items():
+            begin, tokens = sequence.told, sequence.tokens
+            sequence.told = end = len(tokens)
+            extras = NO_EXTRAS if bare else self._extras(sequence, begin)
+            outputs.append(
+                RequestOutput(sequence.finish_reason, sequence, tokens, begin, end, extras)
+            )
+        return outputs
 
     def _decode(self, sequence: Sequence) -> None:
         """Brings a sequence's text up to its tokens."""
@@ -94,21 +101,14 @@ class Outputs:
         if sequence.finish_reason is not None:
             sequence.text += sequence.detokenizer.flush()
 
-    def _output(self, sequence: Sequence) -> RequestOutput:
-        request, tokens, reported = sequence.request, sequence.tokens, sequence.reported
-        new = tokens[len(request.prompt) + reported :]
-        sequence.reported = count = reported + len(new)
-        texts = request.params.detokenize and self._tokenizer is not None
-        bare = not texts and request.logprobs < 0 and sequence.error is None
-        extras = NO_EXTRAS if bare else self._extras(sequence, reported, texts)
-        return RequestOutput(new, count, sequence.finish_reason, sequence, tokens, extras)
-
-    def _extras(self, sequence: Sequence, reported: int, texts: bool) -> Extras:
-        request, new_text = sequence.request, self._new_text(sequence) if texts else ""
-        keeps, wants = request.logprobs >= 0, request.params.logprobs is not None
+    def _extras(self, sequence: Sequence, begin: int) -> Extras:
+        request, params = sequence.request, sequence.request.params
+        texts, keeps = params.detokenize and self._tokenizer is not None, request.logprobs >= 0
+        reported = begin - len(request.prompt)
+        new_text = self._new_text(sequence) if texts else ""
         return Extras(
             new_text, sequence.text[: sequence.shown], sequence.error,
-            sequence.logprobs[reported:] if keeps and wants else None,
+            sequence.logprobs[reported:] if keeps and params.logprobs is not None else None,
             None if reported else request.prompt_logprobs,
             sequence.cumulative_logprob if keeps else None,
         )  # fmt: skip

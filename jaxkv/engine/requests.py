@@ -118,7 +118,7 @@ class Sequence:
       awaited: tokens that were still on their way when it lost its row.
       finish_reason: None while it goes on.
       error: what went wrong.
-      reported: tokens that outputs have given.
+      told: leading tokens that outputs have given, or that are the prompt.
       text: as far as it is known.
       decoded: tokens that it comes from, the prompt counted.
       searched: characters of it in which no stop text ends.
@@ -138,12 +138,12 @@ class Sequence:
     request: Request
     sample: int
     tokens: list[int]
+    told: int
     status: Status = Status.NEW
     row: int = -1
     awaited: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    reported: int = 0
     text: str = ""
     decoded: int = 0
     searched: int = 0
@@ -181,17 +181,15 @@ class RequestOutput:
     the host: what does not change from step to step is looked up when somebody asks.
 
     Attributes:
-      new_token_ids: tokens of this step.
-      num_tokens: tokens so far, the end token included.
       finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
         (max_tokens or the cache's longest sequence), "abort", or "error".
     """
 
-    new_token_ids: list[int]
-    num_tokens: int
     finish_reason: FinishReason | None
     _sequence: Sequence
     _tokens: list[int]  # of the sequence, which goes on growing
+    _begin: int  # of the new ones
+    _end: int
     _extras: Extras = NO_EXTRAS
 
     @property
@@ -210,10 +208,19 @@ class RequestOutput:
         return self._sequence.request.prompt
 
     @property
+    def new_token_ids(self) -> list[int]:
+        """Tokens of this step."""
+        return self._tokens[self._begin : self._end]
+
+    @property
     def token_ids(self) -> list[int]:
         """All tokens so far, the end token included."""
-        first = len(self.prompt_ids)
-        return self._tokens[first : first + self.num_tokens]
+        return self._tokens[len(self.prompt_ids) : self._end]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return self._end - len(self.prompt_ids)
 
     @property
     def new_text(self) -> str:

@@ -108,7 +108,8 @@ class Scheduler:
 
     def sequence(self, request: Request, tokens: list[int]) -> Sequence:
         """One more sample of a request."""
-        sequence = Sequence(next(self._keys), request, len(request.samples), list(tokens))
+        number, told = len(request.samples), len(request.prompt)
+        sequence = Sequence(next(self._keys), request, number, list(tokens), told)
         request.samples.append(sequence)
         return sequence
 
