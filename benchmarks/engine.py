@@ -57,13 +57,24 @@ def engine_of(model, *, max_len: int, seqs: int, **options) -> jaxkv.Engine:
     return engine
 
 
-def host_work(model, seqs: int, steps: int) -> dict:
-    """Milliseconds of a decode step with `seqs` running sequences, by part."""
-    engine = engine_of(model, max_len=64 + steps, seqs=seqs)
+def host_work(model, seqs: int, steps: int, rounds: int) -> dict:
+    """Milliseconds of a decode step with `seqs` running sequences, by part.
+
+    The quickest of several rounds, since whatever else the machine does only adds to them; the
+    others are in "rounds_ms".
+    """
+    engine = engine_of(model, max_len=64 + rounds * steps, seqs=seqs)
     for prompt in prompts_of(seqs, 16, model.config.vocab_size):
-        engine.submit(prompt, params_of(40 + steps))
+        engine.submit(prompt, params_of(40 + rounds * steps))
     while engine.stats().decode_steps < 5:  # all run, all is compiled
         engine.step()
+    done = [host_round(engine, seqs, steps) for _ in range(rounds)]
+    best = min(done, key=lambda row: row["host_ms"])
+    return {"seqs": seqs, "steps": steps, **best, "rounds_ms": [row["host_ms"] for row in done]}
+
+
+def host_round(engine: jaxkv.Engine, seqs: int, steps: int) -> dict:
+    """The means over some steps, all of them decode steps of all sequences."""
     before = engine.stats()
     for _ in range(steps):
         engine.step()
@@ -77,7 +88,7 @@ def host_work(model, seqs: int, steps: int) -> dict:
     }
     host = sum(ms for name, ms in parts.items() if name != "wait")
     step = 1e3 * (after.decode_seconds - before.decode_seconds) / steps
-    return {"seqs": seqs, "steps": steps, "parts_ms": parts, "host_ms": host, "step_ms": step}
+    return {"parts_ms": parts, "host_ms": host, "step_ms": step}
 
 
 def take_turns(calls: dict, rounds: int, what: str) -> dict[str, list[float]]:
@@ -156,9 +167,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     tiny = Llama(TINY, rngs=nnx.Rngs(0))
-    rows = {"host": [host_work(tiny, 256, args.steps)]}
+    rows = {"host": [host_work(tiny, 256, args.steps, 4)]}
     model = load(default_model(), progress=True).model
-    rows["host"].append(host_work(model, 32, min(args.steps, 30)))
+    rows["host"].append(host_work(model, 32, min(args.steps, 16), 4))
     rows["no hits"] = no_hits(model, min(args.rounds, 3))
     rows["no hits, worst"] = no_hits(tiny, args.rounds)
     rows["beams"] = beams(model, min(args.rounds, 3))

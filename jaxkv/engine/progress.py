@@ -28,6 +28,7 @@ class Progress:
       num_stop_ids: i64[R].
       stop_ids: i64[R, MAX_STOP_TOKENS]; -1 where unused.
       plain: bool[R]; its tokens are appended and told, and nothing else is done with them.
+      unsent: bool[R]; its newest token was chosen by the host, and the device has not seen it.
       stepwise: bool[R]; its next step follows from the tokens of this one, as in a beam search.
     """
 
@@ -41,6 +42,7 @@ class Progress:
         self.keys[:] = -1
         self.stop_ids = np.full((max_seqs, MAX_STOP_TOKENS), -1, np.int64)
         self.plain = np.zeros(max_seqs, bool)
+        self.unsent = np.zeros(max_seqs, bool)
         self.stepwise = np.zeros(max_seqs, bool)
         self._decodes: Decodes | None = None
 
@@ -54,6 +56,7 @@ class Progress:
         )  # fmt: skip
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        self.unsent[row] = False
         self.stepwise[row] = request.beam is not None
         self.plain[row] = (
             request.logprobs < 0

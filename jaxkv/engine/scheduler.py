@@ -201,10 +201,10 @@ class Scheduler:
     ) -> Work:
         at, rows = self.at, decodes.rows
         positions, tokens = at.scheduled[rows], None
-        seen = at.known[rows] > positions
-        if seen.any():
+        unsent = at.unsent[rows]
+        if unsent.any():
             tokens = np.full(len(rows), -1, np.int64)
-            for i in np.flatnonzero(seen).tolist():
+            for i in np.flatnonzero(unsent).tolist():
                 tokens[i] = decodes.sequences[i].tokens[positions[i]]
         return Work(
             decodes, positions, tokens, np.minimum(at.end[rows] - positions - 1, num_steps),
@@ -216,6 +216,7 @@ class Scheduler:
         """The step is on its way: the KV of its positions counts as computed."""
         self._untold += work.num_steps
         self.at.scheduled[work.decodes.rows] += work.counts
+        self.at.unsent[work.decodes.rows] = False
         keys, counts = [], []
         for chunk in work.chunks:
             for sequence in (chunk.sequence, *chunk.children):
@@ -343,7 +344,7 @@ class Scheduler:
         self.at.scheduled[row] = len(sequence.tokens) - 1
         self._sync(np.array([row]))
         self.manager.truncate(sequence.key, int(self.at.appended[row]))
-        self.at.slots[row] = 0
+        self.at.slots[row], self.at.unsent[row] = 0, True
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -408,6 +409,7 @@ class Scheduler:
         scheduled, appended = (int(x[parent.row]) for x in (self.at.scheduled, self.at.appended))
         row, self.at.slots[parent.row] = self.manager.row(child.key), 0
         self._runs(child, row, scheduled=scheduled, appended=appended)
+        self.at.unsent[row] = self.at.unsent[parent.row]
         self._forked(parent, child)
         return True
 
@@ -448,6 +450,7 @@ class Scheduler:
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
             self.at.known[sequence.row], self.at.slots[sequence.row] = len(sequence.tokens), 0
+            self.at.unsent[sequence.row] = True
             sequence.cumulative_logprob = one.logprob
         return [live[row] for row in spare]
 

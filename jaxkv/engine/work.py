@@ -66,7 +66,7 @@ class Work:
     Attributes:
       decodes: sequences that bring one token each, or `num_steps`.
       positions: i64[n]; of the tokens that they consume first.
-      tokens: i64[n]; these tokens, where the host has seen them; -1 elsewhere. None: -1 everywhere.
+      tokens: i64[n]; these tokens, where the host chose them; -1 elsewhere. None: -1 everywhere.
       counts: i64[n]; how many each brings at most.
       chunks: of prompts, and of what preempted sequences must compute again.
       num_steps: decode steps of this dispatch; 1 where there are chunks.
