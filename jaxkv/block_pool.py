@@ -319,7 +319,7 @@ class BlockPool:
     def _remove(self, block: int, reason: str) -> None:
         """Out of the index."""
         assert self.index is not None
-        parent = int(self.tree.parents[block])
+        parent = self.tree.parents.item(block)
         self.index.remove(block, self.hashes[block])
         orphans = self.tree.remove(block)
         if self.partial is not None:
@@ -371,10 +371,16 @@ class BlockPool:
         """Makes one cached block free: the policy's choice, the deepest of a prefix first."""
         block = self._victim()
         now = self.clock()
-        age, idle = now - self.stored_at[block], now - self.last_access[block]
-        self.withdraw(block, "evicted")
+        age, idle = now - self.stored_at.item(block), now - self.last_access.item(block)
+        if self.leaf_first and self.tree.has_children(block):
+            self.withdraw(block, "evicted")
+        else:  # nobody holds a victim, and the policy has let go of it
+            self._remove(block, "evicted")
+            self.num_cached -= 1
+            self._free[self._num_free] = block
+            self._num_free += 1
         if self.listening:
-            self._emit(events.EVICT, blocks=(block,), age=float(age), idle=float(idle))
+            self._emit(events.EVICT, blocks=(block,), age=age, idle=idle)
 
     def _victim(self) -> int:
         if self._next_victims:

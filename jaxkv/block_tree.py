@@ -43,16 +43,17 @@ class BlockTree:
 
     def remove(self, block: int) -> list[int]:
         """Takes a block out; returns its children, whose parent is gone now."""
-        parent, children = int(self.parents[block]), self.children(block)
-        before, after = int(self._previous[block]), int(self._next[block])
+        parent, children = self.parents.item(block), self.children(block)
+        before, after = self._previous.item(block), self._next.item(block)
         if before:
             self._next[before] = after
         elif parent >= 0:
             self._first_child[parent] = after
         if after:
             self._previous[after] = before
-        self.parents[children] = GONE
-        self._next[children] = self._previous[children] = 0
+        if children:
+            self.parents[children] = GONE
+            self._next[children] = self._previous[children] = 0
         return children
 
     def clear(self) -> None:
@@ -61,14 +62,14 @@ class BlockTree:
 
     def has_children(self, block: int) -> bool:
         """Whether an indexed block follows this one."""
-        return self._first_child[block] != 0
+        return self._first_child.item(block) != 0
 
     def children(self, block: int) -> list[int]:
         """Indexed blocks whose content follows this one's."""
-        found, child = [], int(self._first_child[block])
+        found, child = [], self._first_child.item(block)
         while child:
             found.append(child)
-            child = int(self._next[child])
+            child = self._next.item(child)
         return found
 
     def subtree(self, block: int) -> list[int]:

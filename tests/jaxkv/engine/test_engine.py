@@ -5,7 +5,16 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from engine_cases import dense_greedy, engine_of, greedy, prompt_of, run, tokens_of, verify_idle
+from engine_cases import (
+    BLOCK,
+    dense_greedy,
+    engine_of,
+    greedy,
+    prompt_of,
+    run,
+    tokens_of,
+    verify_idle,
+)
 
 import jaxkv
 from jaxkv import ConfigError, LogitsProcessor, SamplingParams
@@ -403,6 +412,36 @@ def test_generate_refuses_all_or_runs_all(small_model):
     verify_idle(engine)
     results = engine.generate([[1], [2, 3]], [greedy(2), greedy(4, n=2)], progress=False)
     assert [[len(o.token_ids) for o in samples] for samples in results] == [[2], [4, 4]]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_used_slots_are_counted_at_each_step_and_told_once_in_a_block(small_model, steps):
+    engine = engine_of(small_model, scheduler=dict(pipeline=False, decode_steps_per_dispatch=steps))
+    request, other = engine.submit(prompt_of(5), greedy(40)), engine.submit([1], greedy(33))
+    tokens, told = {request: 5, other: 1}, set()
+    while len(tokens) == 2:
+        for output in engine.step():
+            tokens[output.request_id] += len(output.new_token_ids)
+            if output.finished:
+                del tokens[output.request_id]
+        if len(tokens) == 2:  # the newest token of each has no slot yet
+            assert engine.stats().blocks.used_slots == sum(tokens.values()) - 2
+            told.add(engine.manager.length(engine._requests[request].samples[0].key))
+            assert 0 <= tokens[request] - 1 - max(told) < BLOCK + steps
+    assert len(told) < 40 / BLOCK + 2
+    run(engine)
+
+
+def test_slots_asked_for_early_cost_nobody_a_block(small_model):
+    lengths = [(5, 19), (7, 13), (2, 20)]  # prompt and output: to the end of their blocks
+    blocks = sum(-(-(prompt + output) // BLOCK) for prompt, output in lengths)
+    engine = engine_of(small_model, blocks)
+    for i, (prompt, output) in enumerate(lengths):
+        engine.submit(prompt_of(prompt, seed=i), greedy(output))
+    outputs = run(engine)
+    assert [len(o.token_ids) for o in outputs.values()] == [output for _, output in lengths]
+    assert engine.stats().preemptions == 0
+    assert engine.stats().blocks.peak_active <= blocks
 
 
 def test_generate_keeps_the_outputs_of_others_for_later(small_model):
