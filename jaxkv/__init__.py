@@ -5,11 +5,11 @@ from jaxkv.belady import belady_hit_rate as belady_hit_rate
 from jaxkv.block_keys import Media as Media
 from jaxkv.block_manager import BlockManager as BlockManager
 from jaxkv.config import CacheConfig as CacheConfig
+from jaxkv.config import SchedulerConfig as SchedulerConfig
 from jaxkv.engine.async_engine import AsyncEngine as AsyncEngine
 from jaxkv.engine.drafting import PromptLookup as PromptLookup
 from jaxkv.engine.engine import Engine as Engine
 from jaxkv.engine.requests import RequestOutput as RequestOutput
-from jaxkv.engine.scheduler import SchedulerConfig as SchedulerConfig
 from jaxkv.errors import ConfigError as ConfigError
 from jaxkv.errors import InvariantError as InvariantError
 from jaxkv.errors import JaxkvError as JaxkvError

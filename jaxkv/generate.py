@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.config import CacheConfig
+from jaxkv.config import CacheConfig, SchedulerConfig
 from jaxkv.engine.engine import AnyParams, Engine
 from jaxkv.engine.requests import RequestOutput
-from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.errors import ConfigError
 from jaxkv.sampling_params import BeamSearchParams, SamplingParams
 

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from jaxkv.bench import Measured, continuous, one_by_one, static_batches
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
-from jaxkv.config import CacheConfig
+from jaxkv.config import CacheConfig, SchedulerConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.traces import PACKAGED, load_trace
 from jaxkv.workload import Workload
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv import events
 from jaxkv.block_manager import BlockManager
-from jaxkv.config import CacheConfig
+from jaxkv.config import CacheConfig, SchedulerConfig
 from jaxkv.engine.dispatch import Device, Flight
 from jaxkv.engine.outputs import Outputs
 from jaxkv.engine.requests import (
@@ -26,7 +26,7 @@ from jaxkv.engine.requests import (
     Timings,
     TokenLogprobs,
 )
-from jaxkv.engine.scheduler import Scheduler, SchedulerConfig
+from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.statistics import EngineStats
 from jaxkv.engine.steps import trace_counts
 from jaxkv.engine.work import Work
@@ -204,7 +204,8 @@ class EngineCore:
         start = int(self._scheduler.at.scheduled[sequence.row])
         tokens, plan = [*sequence.tokens[start:], *draft][:fits], self.manager.take_plan()
         try:
-            brought = self._device.send_draft(sequence, start, tokens, plan)
+            logprobs = sequence.request.logprobs
+            brought = self._device.send_draft(sequence.row, start, tokens, plan, logprobs=logprobs)
             sampled = jax.tree.map(np.asarray, brought)
         except Exception as error:
             self._fail([sequence], error, plan)

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.config import CacheConfig
+from jaxkv.config import CacheConfig, SchedulerConfig
 from jaxkv.engine.requests import Sequence
-from jaxkv.engine.scheduler import SchedulerConfig
 from jaxkv.engine.steps import Entries, Steps, make_steps
 from jaxkv.engine.work import Chunk, Decodes, Work
 from jaxkv.errors import ConfigError
@@ -61,11 +60,13 @@ class Form(NamedTuple):
       chunk_tokens: room for prompt tokens; 0: a decode step.
       decodes: room for sequences with one token.
       num_steps: decode steps of one dispatch.
+      draft: a choice after each of the tokens, which are a draft.
     """
 
     chunk_tokens: int
     decodes: int
     num_steps: int = 1
+    draft: bool = False
 
 
 class Device:
@@ -206,25 +207,27 @@ class Device:
         self.sampler = SamplerState(history, params)
         return sampled
 
-    def send_draft(self, sequence: Sequence, start: int, tokens: list[int], plan: Plan) -> Sampled:
-        """A choice after each of `tokens`, the sequence's from position `start` on."""
+    def send_draft(
+        self, row: int, start: int, tokens: list[int], plan: Plan, *,
+        num_tokens: int | None = None, logprobs: int = -1,
+    ) -> Sampled:  # fmt: skip
+        """A choice after each of `tokens`, the row's from position `start` on; padded."""
         max_seqs, count = self.cache.max_seqs, len(tokens)
-        num_tokens = bucket(count, self.config.prefill_buckets)
+        num_tokens = num_tokens or bucket(count, self.config.prefill_buckets)
         batch = Batch.ragged(
-            [sequence.row], [start], [count],
+            [row], [start], [count],
             num_tokens=num_tokens, num_seqs=min(num_tokens, max_seqs), padding_row=max_seqs,
         )  # fmt: skip
         batch = dataclasses.replace(batch, logits_at=np.arange(num_tokens, dtype=np.int32))
         given, rows = np.full(num_tokens, -1, np.int32), np.full(num_tokens, max_seqs, np.int32)
-        given[:count], rows[:count] = tokens, sequence.row
+        given[:count], rows[:count] = tokens, row
         # Nothing is kept: which choices count is known when all of them are.
         entries = Entries(rows, np.zeros(num_tokens, bool), np.full(num_tokens, -1, np.int32))
         self.apply(plan)
         nothing = pad_plan(Plan.empty(), cells=_MIN_PLAN, lengths=_MIN_PLAN)
         return self._run(
             self._steps.step, nothing, given, batch, entries,
-            num_logprobs=_num_logprobs(sequence.request.logprobs),
-            processors=tuple(self.processors),
+            num_logprobs=_num_logprobs(logprobs), processors=tuple(self.processors),
         )  # fmt: skip
 
     def apply(self, plan: Plan) -> None:
@@ -243,18 +246,24 @@ class Device:
             self.state = apply_plan(self.state, pad_plan(copies))
         return dataclasses.replace(plan, copies=none.copies)
 
-    def forms(self) -> list[Form]:
+    def forms(self, *, drafts: bool) -> list[Form]:
         """All forms of steps, log-probabilities and logits processors apart."""
         steps = sorted({1, self.config.decode_steps_per_dispatch})
-        rows = self.cache.max_seqs
+        prompts = [(0, False), (self.cache.max_seqs, False), *([(0, True)] if drafts else [])]
         return [
-            *(Form(tokens, n) for tokens in self.config.prefill_buckets for n in (0, rows)),
+            *(Form(tokens, n, 1, draft) for tokens in self.config.prefill_buckets
+              for n, draft in prompts),
             *(Form(0, n, k) for n in self.decode_buckets for k in steps),
-        ]
+        ]  # fmt: skip
 
     def compile(self, form: Form) -> None:
         """Runs a step of padding alone, which changes nothing that counts."""
-        jax.block_until_ready(self.send(Work.nothing(), Plan.empty(), form).sampled)
+        none = Plan.empty()
+        if form.draft:
+            sampled = self.send_draft(0, 0, [], none, num_tokens=form.chunk_tokens)
+        else:
+            sampled = self.send(Work.nothing(), none, form).sampled
+        jax.block_until_ready(sampled)
 
     def compile_updates(self) -> None:
         """Likewise all else that happens between steps: rows that come, fork or move."""

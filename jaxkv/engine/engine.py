@@ -256,19 +256,20 @@ class Engine(EngineCore):
 
     # -- steps -------------------------------------------------------------------------------
 
-    def warm_up(self, *, progress: bool = True) -> float:
+    def warm_up(self, *, drafts: bool = False, progress: bool = True) -> float:
         """Compiles all that steps will need, so that no request waits for it; gives the seconds.
 
         All forms of steps, as the scheduler's buckets say, but for log-probabilities, logits
-        processors, drafts and prompts with more samples than their bucket has tokens: those compile
-        when a request first asks for them. With JAX's compilation cache
+        processors and prompts with more samples than their bucket has tokens: those compile when a
+        request first asks for them. With JAX's compilation cache
         (`jax.config.update("jax_compilation_cache_dir", ...)`) another process finds them there.
 
         Args:
+          drafts: also what `verify` needs.
           progress: a bar on standard error.
         """
         self._drain()
-        began, forms = time.perf_counter(), self._device.forms()
+        began, forms = time.perf_counter(), self._device.forms(drafts=drafts)
         with progress_bar(shown=progress) as bar:
             task = bar.add_task("compiling", total=len(forms) + 1)
             self._device.compile_updates()

@@ -23,10 +23,13 @@ class PrefixesUnderWay:
         """Whether the first block that it does not find is being computed by another."""
         if not self._owners or sequence.request.wants_prompt_logprobs:
             return False
+        if sequence.waits_for in self._owners:
+            return True  # without a look-up: many may wait for one
         hashes, size = self._hashes(sequence), self._manager.block_size
         found = self._manager.lookup(sequence.tokens, namespace=sequence.request.namespace) // size
         usable = (len(sequence.tokens) - 1) // size  # the last token is computed anyway
-        return found < usable and hashes[found] in self._owners
+        sequence.waits_for = hashes[found] if found < usable else b""
+        return sequence.waits_for in self._owners
 
     def begin(self, sequence: Sequence, num_cached: int) -> None:
         """A sequence computes its blocks behind the `num_cached` tokens that it found."""
@@ -34,12 +37,20 @@ class PrefixesUnderWay:
             for block_hash in self._hashes(sequence)[num_cached // self._manager.block_size :]:
                 self._owners.setdefault(block_hash, sequence)
 
+    def computed(self, sequence: Sequence, start: int, end: int) -> None:
+        """It has computed its tokens `start : end`: whoever looks for their blocks finds them."""
+        size = self._manager.block_size
+        self._disown(sequence, sequence.hashes[start // size : end // size])
+
     def end(self, sequence: Sequence) -> None:
-        """It has computed them, or lost them."""
+        """It computes no more."""
+        self._disown(sequence, sequence.hashes)
+
+    def _disown(self, sequence: Sequence, hashes: list[bytes]) -> None:
         if self._owners:
-            mine = [h for h, owner in self._owners.items() if owner is sequence]
-            for block_hash in mine:
-                del self._owners[block_hash]
+            for block_hash in hashes:
+                if self._owners.get(block_hash) is sequence:
+                    del self._owners[block_hash]
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         if len(sequence.hashes) < len(sequence.tokens) // self._manager.block_size:

@@ -130,6 +130,7 @@ class Sequence:
       num_preemptions: how often it lost its blocks.
       processor_state: of its logits processor while it has no row.
       hashes: of its leading blocks, as far as they were needed.
+      waits_for: hash of the block that another computes and that it needs.
       candidates: (ids, log-probabilities) of its likeliest next tokens, until its beam search has
         those of all its hypotheses.
     """
@@ -155,6 +156,7 @@ class Sequence:
     num_preemptions: int = 0
     processor_state: Any = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
+    waits_for: bytes = b""
     candidates: tuple[np.ndarray, np.ndarray] | None = None
 
 

@@ -7,73 +7,23 @@ blocks, and one that preempts. Host code: imports no JAX.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
 from jaxkv.block_manager import BlockManager
+from jaxkv.config import SchedulerConfig
 from jaxkv.engine.beam import Continuation
 from jaxkv.engine.prefixes import PrefixesUnderWay
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.engine.work import Chunk, Decodes, Work
-from jaxkv.errors import ConfigError, OutOfBlocksError
+from jaxkv.errors import OutOfBlocksError
 
 # Steps whose slots are asked for together with those that are needed now, where there are blocks:
 # fewer and larger calls, for a block that a sequence gets so many steps too early.
 LOOKAHEAD = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """How an engine forms its steps.
-
-    Attributes:
-      max_tokens_per_step: prompt tokens of one step, decodes not counted: the chunk size.
-      prefill_buckets: numbers of prompt tokens that steps are compiled for; the largest is
-        `max_tokens_per_step`.
-      decode_buckets: numbers of sequences that decode steps are compiled for, the largest at least
-        the cache's `max_seqs`; None: the powers of two below it, and itself.
-      policy: "fcfs": first come, first served; "priority": higher priorities first.
-      decode_steps_per_dispatch: tokens of each sequence that the device makes on its own when no
-        prompt waits for it.
-      defer_shared_prefixes: a request waits while another computes a prefix that both need.
-      pipeline: the next step is prepared and sent off before this one's tokens have come back.
-
-    Raises:
-      ConfigError: a value out of range.
-    """
-
-    max_tokens_per_step: int = 256
-    prefill_buckets: tuple[int, ...] = (16, 64, 256)
-    decode_buckets: tuple[int, ...] | None = None
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    decode_steps_per_dispatch: int = 1
-    defer_shared_prefixes: bool = True
-    pipeline: bool = True
-
-    def __post_init__(self) -> None:
-        buckets = self.prefill_buckets
-        for name in ("prefill_buckets", "decode_buckets"):
-            sizes = getattr(self, name)
-            if sizes is not None and (
-                not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1
-            ):
-                raise ConfigError(f"{name}={sizes} must rise, from 1 or more")
-        if self.max_tokens_per_step != buckets[-1]:
-            raise ConfigError(
-                f"max_tokens_per_step={self.max_tokens_per_step} must be the largest of "
-                f"prefill_buckets={buckets}"
-            )
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy={self.policy!r} is neither 'fcfs' nor 'priority'")
-        if self.decode_steps_per_dispatch < 1:
-            raise ConfigError(
-                f"decode_steps_per_dispatch={self.decode_steps_per_dispatch} must be at least 1"
-            )
 
 
 class Scheduler:
@@ -223,8 +173,7 @@ class Scheduler:
                 self.at.scheduled[sequence.row] = chunk.start + chunk.count
                 keys.append(sequence.key)
                 counts.append(chunk.count)
-            if chunk.last:
-                self._prefixes.end(chunk.sequence)
+            self._prefixes.computed(chunk.sequence, chunk.start, chunk.start + chunk.count)
         if keys:
             self.manager.commit_batch(keys, counts)
 
@@ -315,6 +264,7 @@ class Scheduler:
 
     def cut(self, sequence: Sequence) -> None:
         """Some of the sequence's last tokens are no more."""
+        del sequence.hashes[len(sequence.tokens) // self.manager.block_size :]
         if sequence.status is not Status.RUNNING:
             return
         at, row, length = self.at, sequence.row, len(sequence.tokens)
@@ -449,6 +399,7 @@ class Scheduler:
             self.manager.reorder([s.key for s in live], parents)
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
+            del sequence.hashes[len(request.prompt) // self.manager.block_size :]
             self.at.known[sequence.row], self.at.slots[sequence.row] = len(sequence.tokens), 0
             self.at.unsent[sequence.row] = True
             sequence.cumulative_logprob = one.logprob

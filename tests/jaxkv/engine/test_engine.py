@@ -120,10 +120,10 @@ def test_nothing_compiles_after_the_first_time(small_model):
 
 
 def test_nothing_at_all_compiles_after_a_warm_up(small_model):
-    """Samples, forks, beams' rows, preemption, aborts; both kinds of dispatch."""
+    """Samples, forks, beams' rows, preemption, aborts, drafts; both kinds of dispatch."""
     engine = engine_of(small_model, blocks=20, scheduler={"decode_steps_per_dispatch": 2})
     state = np.asarray(engine._device.state.kv_pages)
-    assert engine.warm_up(progress=False) > 0
+    assert engine.warm_up(drafts=True, progress=False) > 0
     np.testing.assert_array_equal(engine._device.state.kv_pages, state)
     rng, compiled = np.random.default_rng(0), []
 
@@ -141,6 +141,12 @@ def test_nothing_at_all_compiles_after_a_warm_up(small_model):
                 if rng.random() < 0.1:
                     engine.abort(last)
             engine.step()
+        run(engine)
+        drafted = engine.submit(prompt_of(5), greedy(30))
+        engine.step()
+        while engine.is_running(drafted):
+            engine.verify(drafted, rng.integers(0, 61, 3).tolist())
+            engine.drain()
         run(engine)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
