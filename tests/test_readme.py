@@ -10,9 +10,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_the_library_example_runs(block, request, capsys):
-    if "load(" in block:
-        request.getfixturevalue("optimised")
+def test_the_library_example_runs(block, capsys):
     exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert printed.startswith(" Paris.") or "capital of France" not in block

@@ -11,7 +11,10 @@ from jaxkv import BlockManager, CacheConfig, Engine, SamplingParams, SchedulerCo
 from jaxkv.engine.prefixes import PrefixesUnderWay
 
 MAX_LEN, BLOCK, MAX_SEQS = 64, 4, 4
-SCHEDULER = SchedulerConfig(max_tokens_per_step=16, prefill_buckets=(16,))
+# One form of decode steps: compiling takes most of these tests' time.
+SCHEDULER = SchedulerConfig(
+    max_tokens_per_step=16, prefill_buckets=(16,), decode_buckets=(MAX_SEQS,)
+)
 
 
 def prompt_of(length, seed=0, vocab=61):

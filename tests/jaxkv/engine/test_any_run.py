@@ -32,6 +32,7 @@ def random_engine(model, rng):
             pipeline=bool(rng.integers(2)),
             decode_steps_per_dispatch=int(rng.choice([1, 4])),
             defer_shared_prefixes=bool(rng.integers(2)),
+            decode_buckets=[None, (4,), (4,)][int(rng.integers(3))],
         ),
     )
 

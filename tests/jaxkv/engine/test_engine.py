@@ -94,7 +94,7 @@ def test_priorities(small_model):
 def test_nothing_compiles_after_the_first_time(small_model):
     """2,000 steps of arrivals, ends and aborts."""
     rng = np.random.default_rng(0)
-    engine = engine_of(small_model, blocks=16)
+    engine = engine_of(small_model, blocks=16, scheduler=dict(decode_buckets=None))
 
     def drive(steps):
         live = []
@@ -121,7 +121,8 @@ def test_nothing_compiles_after_the_first_time(small_model):
 
 def test_nothing_at_all_compiles_after_a_warm_up(small_model):
     """Samples, forks, beams' rows, preemption, aborts, drafts; both kinds of dispatch."""
-    engine = engine_of(small_model, blocks=20, scheduler={"decode_steps_per_dispatch": 2})
+    scheduler = dict(decode_steps_per_dispatch=2, decode_buckets=(1, 4))
+    engine = engine_of(small_model, blocks=20, scheduler=scheduler)
     state = np.asarray(engine._device.state.kv_pages)
     assert engine.warm_up(drafts=True, progress=False) > 0
     np.testing.assert_array_equal(engine._device.state.kv_pages, state)
