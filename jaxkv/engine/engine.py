@@ -360,7 +360,7 @@ class Engine(EngineCore):
                     open_ids &= self._requests.keys()
                     bar.update(task, completed=len(ids) - len(open_ids))
         finally:
-            self._drop(open_ids)  # there are some if it was interrupted
+            self._drop(ids)  # some go on if it was interrupted
             self._kept += others
         return [[last[i][sample] for sample in sorted(last[i])] for i in ids]
 

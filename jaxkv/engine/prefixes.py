@@ -46,6 +46,12 @@ class PrefixesUnderWay:
         """It computes no more."""
         self._disown(sequence, sequence.hashes)
 
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Its tokens from position `length` on are others now: nobody waits for what they were."""
+        first = length // self._manager.block_size
+        self._disown(sequence, sequence.hashes[first:])
+        del sequence.hashes[first:]
+
     def _disown(self, sequence: Sequence, hashes: list[bytes]) -> None:
         if self._owners:
             for block_hash in hashes:

@@ -264,7 +264,7 @@ class Scheduler:
 
     def cut(self, sequence: Sequence) -> None:
         """Some of the sequence's last tokens are no more."""
-        del sequence.hashes[len(sequence.tokens) // self.manager.block_size :]
+        self._prefixes.cut(sequence, len(sequence.tokens))
         if sequence.status is not Status.RUNNING:
             return
         at, row, length = self.at, sequence.row, len(sequence.tokens)
@@ -399,7 +399,7 @@ class Scheduler:
             self.manager.reorder([s.key for s in live], parents)
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
-            del sequence.hashes[len(request.prompt) // self.manager.block_size :]
+            self._prefixes.cut(sequence, len(request.prompt))
             self.at.known[sequence.row], self.at.slots[sequence.row] = len(sequence.tokens), 0
             self.at.unsent[sequence.row] = True
             sequence.cumulative_logprob = one.logprob

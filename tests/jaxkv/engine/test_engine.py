@@ -439,6 +439,22 @@ def test_used_slots_are_counted_at_each_step_and_told_once_in_a_block(small_mode
     run(engine)
 
 
+def test_a_rollback_while_it_computes_again_leaves_nothing_to_wait_for(small_model):
+    engine = engine_of(small_model)
+    request = engine.submit(prompt_of(5), greedy(40))
+    for _ in range(35):
+        engine.step()
+    engine.drain()
+    (sequence,) = engine._requests[request].samples
+    engine._scheduler.preempt(sequence, "of the test")
+    assert engine.manager.reset_prefix_cache()
+    engine.step()  # the first chunk of its tokens
+    assert engine._scheduler.at.prefilling(sequence)
+    engine.rollback(request, 12)
+    (output,) = [o for o in run(engine).values() if o.finished]
+    assert output.token_ids == dense_greedy(small_model, prompt_of(5), 40)
+
+
 def test_slots_asked_for_early_cost_nobody_a_block(small_model):
     lengths = [(5, 19), (7, 13), (2, 20)]  # prompt and output: to the end of their blocks
     blocks = sum(-(-(prompt + output) // BLOCK) for prompt, output in lengths)
