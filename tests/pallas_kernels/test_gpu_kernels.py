@@ -28,6 +28,7 @@ from pallas_kernels.paged_attention.pages_gpu import TILE, PageReader, Pages, Sp
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
+BF16_STEP = 2.0**-8  # relative distance of a bfloat16 from its neighbours, at most
 
 
 def run_kernel(case, **options):
@@ -237,9 +238,12 @@ def generation(request):
 @pytest.mark.parametrize("generation", GENERATIONS, indirect=True)
 @pytest.mark.parametrize("decode", [True, False])
 def test_rows_depend_on_their_own_tokens_alone(decode, generation):
-    """Not in a bit on their company, on where blocks lie, or on what unused slots hold.
+    """Not on their company, on where blocks lie, or on what unused slots hold.
 
-    All checks have the same shapes, and so one program.
+    Equal up to rounding: a processor's matrix product may add up a row in another order when the
+    row is elsewhere in the tile. The log-sum-exp then moves by float32 steps, and a probability that
+    crosses a rounding edge moves the output by one bfloat16 step of the largest V. All checks have
+    the same shapes, and so one program.
     """
     if decode:
         lens, counts, kind = [5, 0, 3, 13], None, dict(dim=64, room=36)
@@ -247,12 +251,14 @@ def test_rows_depend_on_their_own_tokens_alone(decode, generation):
         lens, counts, kind = [9, 13, 17], [9, 9, 9], dict(dim=64, room=36, heads=1)
     case = paged(lens, counts, **kind)
     want, want_lse = check(case)
+    largest = max(float(np.abs(v).max(initial=0)) for _, v in case.dense)
     for fill, order in ((np.inf, [len(lens) - 1, *range(len(lens) - 1)]), (0, [2])):
         other = move_blocks(pick(paged(lens, counts, **kind | dict(fill=fill)), order))
         out, lse = run_kernel(other)
         at = queries(case, order)
-        np.testing.assert_array_equal(out[: len(at)], want[at])
-        np.testing.assert_array_equal(lse[: len(at)], want_lse[at])
+        got, expected = np.asarray(out[: len(at)], np.float32), np.asarray(want[at], np.float32)
+        np.testing.assert_allclose(got, expected, rtol=BF16_STEP, atol=BF16_STEP * largest)
+        np.testing.assert_allclose(lse[: len(at)], want_lse[at], rtol=2e-6, atol=2e-6)
         assert (out[len(at) :] == 0).all()
     if decode:  # over the edges of blocks, and where nobody has a token
         for lens in ([15, 16, 17, 32], [14, 31, 33, 35], [0, 0, 0, 0]):
