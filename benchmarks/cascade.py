@@ -21,8 +21,8 @@ from rich.table import Table
 from turns import machine, median_ms
 
 import jaxkv
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.cascade import cascade_attention
+from jaxkv.pallas_kernels.paged_attention import paged_attention
+from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
 
 
 def measure(seqs: int, prefix: int, args: argparse.Namespace) -> dict:

@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 from turns import machine, median_ms
 
-from pallas_kernels.paged_attention import paged_attention
+from jaxkv.pallas_kernels.paged_attention import paged_attention
 
 TARGET = 1.0  # paged over dense, at block sizes from 16
 

@@ -24,11 +24,11 @@ from rich.table import Table
 from turns import machine
 
 import jaxkv
-from jaxkv.block_manager import BlockManager
+from jaxkv.cache.state import Batch, apply_plan, pad_plan
 from jaxkv.engine.steps import make_steps
-from jaxkv.sampling import SamplerState
-from jaxkv.state import Batch, apply_plan, pad_plan
-from models import default_model, load
+from jaxkv.manager.block_manager import BlockManager
+from jaxkv.models import default_model, load
+from jaxkv.sampling.sampler import SamplerState
 
 PEER = Path(__file__).parent / "peers" / "llama_cpp_decode.py"
 TARGETS = {1: 0.8, 8: 1.0, 32: 1.2}  # of llama.cpp's rate

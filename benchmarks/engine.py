@@ -29,7 +29,7 @@ from rich.table import Table
 from turns import machine
 
 import jaxkv
-from models import Llama, LlamaConfig, default_model, load
+from jaxkv.models import Llama, LlamaConfig, default_model, load
 
 TARGETS = {"host ms": 1.0, "host share": 0.05, "no hits": 1.01, "first token": 10.0, "beams": 1.3}
 TINY = LlamaConfig(

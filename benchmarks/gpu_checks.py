@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_rows import AttentionCheck, OperationCheck
 
-from pallas_kernels.copy_blocks import copy_blocks
-from pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
-from pallas_kernels.paged_attention import (
+from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+from jaxkv.pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
+from jaxkv.pallas_kernels.paged_attention import (
     merge_attention,
     paged_attention,
     paged_attention_reference,
 )
-from pallas_kernels.paged_attention.operands import quantise_int8
-from pallas_kernels.scatter_kv import scatter_kv, scatter_kv_reference
+from jaxkv.pallas_kernels.paged_attention.operands import quantise_int8
+from jaxkv.pallas_kernels.scatter_kv import scatter_kv, scatter_kv_reference
 
 TOLERANCES = {"bfloat16": 2e-2, "float16": 5e-3}  # of outputs, absolute and relative
 LSE_TOLERANCE = 5e-3  # of products in float32; approximate exponentials and tanh

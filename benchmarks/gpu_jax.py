@@ -22,7 +22,7 @@ import numpy as np
 from gpu_rows import AttentionCheck, Case, Copy, NotHere, OperationCheck, PeerCheck
 from jax import lax
 
-from pallas_kernels.paged_attention import paged_attention
+from jaxkv.pallas_kernels.paged_attention import paged_attention
 
 
 def start(seed: int, dry: bool) -> gpu_rows.Engine:

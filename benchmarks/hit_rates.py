@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkv import belady_hit_rate, load_trace, simulate
-from jaxkv.eviction import POLICIES
+from jaxkv.manager.eviction.policies import POLICIES
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 
-TESTS = Path(__file__).parent.parent / "tests" / "jaxkv"
+TESTS = Path(__file__).parent.parent / "tests" / "jaxkv" / "manager"
 STEPS = 50  # of one example
 
 

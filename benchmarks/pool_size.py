@@ -19,10 +19,10 @@ from rich.table import Table
 from turns import median_ms
 
 import jaxkv
+from jaxkv.cache.state import Batch, apply_plan, pad_plan
 from jaxkv.engine.steps import make_steps
-from jaxkv.sampling import SamplerState
-from jaxkv.state import Batch, apply_plan, pad_plan
-from models import Llama, LlamaConfig
+from jaxkv.models import Llama, LlamaConfig
+from jaxkv.sampling.sampler import SamplerState
 
 STREAMS, CONTEXT, BLOCK = 8, 256, 16
 CONFIG = LlamaConfig(

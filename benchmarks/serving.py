@@ -22,10 +22,10 @@ from rich.table import Table
 from turns import machine
 
 import jaxkv
-from jaxkv.bench import continuous, one_by_one, static_batches
-from jaxkv.traces import load_trace
-from jaxkv.workload import Workload
-from models import default_model, load
+from jaxkv.models import default_model, load
+from jaxkv.studies.bench import continuous, one_by_one, static_batches
+from jaxkv.studies.traces import load_trace
+from jaxkv.studies.workload import Workload
 
 PEERS = Path(__file__).parent / "peers"
 # None of them is the fastest everywhere, and the best peer counts.

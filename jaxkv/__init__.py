@@ -1,47 +1,10 @@
-"""The paged KV-cache memory layer for JAX."""
+"""The paged KV-cache memory layer for JAX.
 
-from jaxkv.attention import attention as attention
-from jaxkv.belady import belady_hit_rate as belady_hit_rate
-from jaxkv.block_keys import Media as Media
-from jaxkv.block_manager import BlockManager as BlockManager
-from jaxkv.config import CacheConfig as CacheConfig
-from jaxkv.config import SchedulerConfig as SchedulerConfig
-from jaxkv.engine.async_engine import AsyncEngine as AsyncEngine
-from jaxkv.engine.drafting import PromptLookup as PromptLookup
-from jaxkv.engine.engine import Engine as Engine
-from jaxkv.engine.requests import RequestOutput as RequestOutput
-from jaxkv.errors import ConfigError as ConfigError
-from jaxkv.errors import InvariantError as InvariantError
-from jaxkv.errors import JaxkvError as JaxkvError
-from jaxkv.errors import OutOfBlocksError as OutOfBlocksError
-from jaxkv.errors import StaleStateError as StaleStateError
-from jaxkv.errors import UnknownSequenceError as UnknownSequenceError
-from jaxkv.generate import Generation as Generation
-from jaxkv.generate import GenerationStats as GenerationStats
-from jaxkv.generate import Output as Output
-from jaxkv.generate import generate as generate
-from jaxkv.metrics import Metrics as Metrics
-from jaxkv.replay import record as record
-from jaxkv.replay import replay as replay
-from jaxkv.reports import Admission as Admission
-from jaxkv.reports import Allocation as Allocation
-from jaxkv.reports import BlockInfo as BlockInfo
-from jaxkv.reports import Plan as Plan
-from jaxkv.reports import Stats as Stats
-from jaxkv.sampling_params import BeamSearchParams as BeamSearchParams
-from jaxkv.sampling_params import LogitsProcessor as LogitsProcessor
-from jaxkv.sampling_params import SamplingParams as SamplingParams
-from jaxkv.shared_prefix import SharedPrefix as SharedPrefix
-from jaxkv.shared_prefix import shared_prefix_groups as shared_prefix_groups
-from jaxkv.simulate import SimulationResult as SimulationResult
-from jaxkv.simulate import simulate as simulate
-from jaxkv.sizing import cache_size as cache_size
-from jaxkv.sizing import suggest_block_size as suggest_block_size
-from jaxkv.snapshot import take_snapshot as take_snapshot
-from jaxkv.state import Batch as Batch
-from jaxkv.state import PagedState as PagedState
-from jaxkv.state import advance as advance
-from jaxkv.state import apply_plan as apply_plan
-from jaxkv.state import init_state as init_state
-from jaxkv.traces import Trace as Trace
-from jaxkv.traces import load_trace as load_trace
+The public names are listed in `__init__.pyi`, which type checkers read too. Each is imported when
+it is first used (PEP 562), so that `from jaxkv import BlockManager` loads neither JAX nor Flax.
+"""
+
+import lazy_loader
+
+__version__ = "0.1.0"
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxkv.errors import ConfigError
-from models.rope import Llama3Scaling
+from jaxkv.models.rope import Llama3Scaling
 
 # Fields that change the computation, and the only value of each that this model honours.
 _ONLY = {

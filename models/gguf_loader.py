@@ -9,9 +9,9 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor, dequantize
 
 from jaxkv.errors import ConfigError
-from models.config import LlamaConfig
-from models.llama import Llama
-from models.weights import CheckpointError, Reader, build
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.llama import Llama
+from jaxkv.models.weights import CheckpointError, Reader, build
 
 # Keys of the architecture that shape the computation and are read here, or say nothing about it.
 _KNOWN = {

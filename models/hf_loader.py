@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from models.config import LlamaConfig
-from models.llama import Llama
-from models.weights import CheckpointError, Reader, build
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.llama import Llama
+from jaxkv.models.weights import CheckpointError, Reader, build
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models.config import LlamaConfig
-from models.linear import Linear, project
-from models.rope import apply_rope, inverse_frequencies, rope_phases
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.linear import Linear, project
+from jaxkv.models.rope import apply_rope, inverse_frequencies, rope_phases
 
 # attend(q [..., Hq, D], k [..., H, D], v [..., H, D], layer, cache) -> out [..., Hq, D], cache
 Attend = Callable[[jax.Array, jax.Array, jax.Array, int, Any], tuple[jax.Array, Any]]
@@ -93,7 +93,7 @@ class Llama(nnx.Module):
 
     Example:
       >>> from flax import nnx
-      >>> from models import Llama, LlamaConfig
+      >>> from jaxkv.models import Llama, LlamaConfig
       >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=16, num_layers=1,
       ...                      num_heads=2, num_kv_heads=1, head_dim=4)
       >>> Llama(config, rngs=nnx.Rngs(0)).dense(jnp.zeros((2, 5), jnp.int32)).shape

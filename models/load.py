@@ -9,14 +9,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from models.config import LlamaConfig
-from models.gguf_loader import GGUFFile, load_gguf, read_gguf_config
-from models.hf_loader import load_hf
-from models.hf_loader import read_config as read_folder_config
-from models.llama import Llama
-from models.orbax_checkpoint import PARAMS, load_orbax
-from models.tokenizer import Tokenizer
-from models.weights import CheckpointError
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.gguf_loader import GGUFFile, load_gguf, read_gguf_config
+from jaxkv.models.hf_loader import load_hf
+from jaxkv.models.hf_loader import read_config as read_folder_config
+from jaxkv.models.llama import Llama
+from jaxkv.models.orbax_checkpoint import PARAMS, load_orbax
+from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.models.weights import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)

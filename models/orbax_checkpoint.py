@@ -10,10 +10,10 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from models.hf_loader import read_config
-from models.llama import Llama
-from models.tokenizer import Tokenizer
-from models.weights import CheckpointError
+from jaxkv.models.hf_loader import read_config
+from jaxkv.models.llama import Llama
+from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.models.weights import CheckpointError
 
 PARAMS = "params"
 

@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxkv.errors import ConfigError, JaxkvError
-from models.config import LlamaConfig
-from models.llama import Llama
-from models.orbax_checkpoint import save_orbax
-from models.tokenizer import Tokenizer
-from models.weights import CheckpointError
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.llama import Llama
+from jaxkv.models.orbax_checkpoint import save_orbax
+from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.models.weights import CheckpointError
 
 
 def tiny_config() -> LlamaConfig:
@@ -98,7 +98,7 @@ def loss_fn(graph: nnx.GraphDef[Llama], params: Any, tokens: jax.Array) -> jax.A
 def train(
     config: TrainConfig, out: Path, *, resume: bool = False, progress: bool = False
 ) -> TrainResult:
-    """Trains a model and writes it to `out`, ready for `models.load`.
+    """Trains a model and writes it to `out`, ready for `jaxkv.models.load`.
 
     Args:
       config: what to train.
@@ -236,7 +236,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = _Parser(prog="python -m models.train", description=__doc__)
+    parser = _Parser(prog="python -m jaxkv.models.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("tiny-llama"), help="default: %(default)s")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
     for field in dataclasses.fields(TrainConfig)[1:]:

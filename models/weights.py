@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxkv.errors import JaxkvError
-from models.config import LlamaConfig
-from models.llama import Llama
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.llama import Llama
 
 Reader = Callable[[], np.ndarray]  # reads one tensor when called
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from pallas_kernels.layout import or_past_pool, whole_blocks
+from jaxkv.pallas_kernels.layout import or_past_pool, whole_blocks
 
 
 def copy_blocks(kv_pages: jax.Array, sources: jax.Array, destinations: jax.Array) -> jax.Array:
@@ -30,7 +30,7 @@ def copy_blocks(kv_pages: jax.Array, sources: jax.Array, destinations: jax.Array
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.copy_blocks import copy_blocks
+      >>> from jaxkv.pallas_kernels.copy_blocks import copy_blocks
       >>> pages = jnp.array([[1], [2], [3]])
       >>> copy_blocks(pages, jnp.array([0, 1]), jnp.array([1, -1])).tolist()
       [[1], [1], [3]]

@@ -35,7 +35,7 @@ def int32(name: str, x: ArrayLike) -> jax.Array | np.ndarray:
 
     Example:
       >>> import numpy as np
-      >>> from pallas_kernels.integers import int32
+      >>> from jaxkv.pallas_kernels.integers import int32
       >>> int32("seq_lens", np.array([5, 3], np.uint64))
       array([5, 3], dtype=int32)
     """

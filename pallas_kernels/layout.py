@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_kernels import target
+from jaxkv.pallas_kernels import target
 
 
 def page_rows(kv_pages: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.layout import or_past_pool, whole_blocks
+from jaxkv.pallas_kernels.layout import or_past_pool, whole_blocks
 
 
 def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -30,7 +30,7 @@ def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.move_blocks import gather_blocks
+      >>> from jaxkv.pallas_kernels.move_blocks import gather_blocks
       >>> gather_blocks(jnp.array([[1], [2], [3]]), jnp.array([2, -1, 0])).tolist()
       [[3], [0], [1]]
     """
@@ -52,7 +52,7 @@ def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Ar
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.move_blocks import put_blocks
+      >>> from jaxkv.pallas_kernels.move_blocks import put_blocks
       >>> put_blocks(jnp.zeros((3, 1)), jnp.array([[7.0], [8.0]]), jnp.array([1, -1])).tolist()
       [[0.0], [7.0], [0.0]]
     """
@@ -73,7 +73,7 @@ def zero_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.move_blocks import zero_blocks
+      >>> from jaxkv.pallas_kernels.move_blocks import zero_blocks
       >>> zero_blocks(jnp.ones((3, 1)), jnp.array([1, -1])).tolist()
       [[1.0], [0.0], [1.0]]
     """

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layout import or_past_pool, token_slots
-from pallas_kernels.paged_attention.operands import check_scales, quantise_int8
+from jaxkv.pallas_kernels.layout import or_past_pool, token_slots
+from jaxkv.pallas_kernels.paged_attention.operands import check_scales, quantise_int8
 
 
 @overload
@@ -63,7 +63,7 @@ def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.scatter_kv import scatter_kv
+      >>> from jaxkv.pallas_kernels.scatter_kv import scatter_kv
       >>> pages, k = jnp.zeros((2, 1, 2, 1, 4, 1)), jnp.array([[[5.0]], [[6.0]]])
       >>> blocks, offsets = jnp.array([1, -1]), jnp.array([2, 3])  # the second is padding
       >>> pages = scatter_kv(pages, k, -k, blocks, offsets, layer=0)

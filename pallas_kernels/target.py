@@ -47,7 +47,7 @@ def compile_for(
     """What is traced inside is for this device; gives the pipelines that kernels declare there.
 
     Example:
-      >>> from pallas_kernels import target
+      >>> from jaxkv.pallas_kernels import target
       >>> with target.compile_for("gpu", (9, 0)) as pipelines:
       ...     target.declare(target.Pipeline("decode", stages=3, tile_bytes=32768))
       ...     target.current(), pipelines[0].stages

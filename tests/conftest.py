@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import Checkpoint, Llama, LlamaConfig, default_model, load
-from pallas_kernels import target
+from jaxkv.models import Checkpoint, Llama, LlamaConfig, default_model, load
+from jaxkv.pallas_kernels import target
 
-for folder in ("data", "jaxkv", "pallas_kernels"):  # helpers that several test files share
+# Helpers that several test files share.
+for folder in ("data", "jaxkv/engine", "jaxkv/manager", "pallas_kernels"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # scripts that are tested
 

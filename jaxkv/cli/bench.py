@@ -9,12 +9,12 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from jaxkv.bench import Measured, continuous, one_by_one, static_batches
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
 from jaxkv.config import CacheConfig, SchedulerConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.traces import PACKAGED, load_trace
-from jaxkv.workload import Workload
+from jaxkv.studies.bench import Measured, continuous, one_by_one, static_batches
+from jaxkv.studies.traces import PACKAGED, load_trace
+from jaxkv.studies.workload import Workload
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
 from jaxkv.config import SchedulerConfig
+from jaxkv.engine.generate import Generation, default_cache, generate
 from jaxkv.errors import ConfigError
-from jaxkv.generate import Generation, default_cache, generate
 from jaxkv.progress_bar import progress_bar
-from jaxkv.sampling_params import BeamSearchParams, SamplingParams
+from jaxkv.sampling.params import BeamSearchParams, SamplingParams
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    from models.tokenizer import Detokenizer
+    from jaxkv.models.tokenizer import Detokenizer
 
     texts = list(args.prompts)
     if args.prompts_file is not None:

@@ -38,7 +38,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Path]:
     """The checkpoint that the options name, and its path."""
-    from models import default_model, load  # the one place where jaxkv looks outward
+    from jaxkv.models import default_model, load  # the one place where jaxkv looks outward
 
     use_compilation_cache()
     path = getattr(args, "model", None) or default_model()

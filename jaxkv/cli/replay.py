@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxkv.replay import replay
+from jaxkv.observe.log import replay
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

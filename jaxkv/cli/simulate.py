@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkv.errors import ConfigError
-from jaxkv.eviction import POLICIES
-from jaxkv.simulate import SimulationResult, simulate
-from jaxkv.trace_replay import Service
-from jaxkv.traces import PACKAGED, Trace, load_trace
+from jaxkv.manager.eviction.policies import POLICIES
+from jaxkv.studies.simulate import SimulationResult, simulate
+from jaxkv.studies.simulated_server import Service
+from jaxkv.studies.traces import PACKAGED, Trace, load_trace
 
 _FORMATS = (".png", ".pdf", ".svg")
 _POOLS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the pool asked for, in the plot

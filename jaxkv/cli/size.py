@@ -14,8 +14,14 @@ from rich.table import Table
 
 from jaxkv.config import DTYPES, CacheConfig, ModelShape
 from jaxkv.errors import ConfigError
-from jaxkv.sizing import BlockSizeSuggestion, CacheSize, Shape, cache_size, suggest_block_size
-from jaxkv.traces import PACKAGED, load_trace
+from jaxkv.planning.sizing import (
+    BlockSizeSuggestion,
+    CacheSize,
+    Shape,
+    cache_size,
+    suggest_block_size,
+)
+from jaxkv.studies.traces import PACKAGED, load_trace
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNITS = {"": 1} | {unit.lower(): 1024**i for i, unit in enumerate(_BINARY)}
@@ -130,7 +136,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
         return Shape(args.layers, args.kv_heads, args.head_dim)
     if len(missing) < len(given):
         raise ConfigError(f"give MODEL or {', '.join(given)}, not both")
-    from models.load import read_config  # only the command line looks outward
+    from jaxkv.models.load import read_config  # only the command line looks outward
 
     try:
         return read_config(args.model)

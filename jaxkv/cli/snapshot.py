@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxkv.snapshot import Snapshot, diff
+from jaxkv.observe.snapshot import Snapshot, diff
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -16,7 +16,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser(
         "snapshot",
         help="compare snapshots of the blocks",
-        description="Works on snapshots that jaxkv.snapshot wrote as CSV.",
+        description="Works on snapshots that `Snapshot.write_csv` wrote as CSV.",
     )
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
     p = actions.add_parser(

@@ -39,8 +39,8 @@ from jaxkv.compile_check.report import (
 )
 from jaxkv.compile_check.targets import Target
 from jaxkv.errors import ConfigError, JaxkvError
-from pallas_kernels.paged_attention import supports
-from pallas_kernels.target import compile_for
+from jaxkv.pallas_kernels.paged_attention import supports
+from jaxkv.pallas_kernels.target import compile_for
 
 WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 ENVIRONMENT = {

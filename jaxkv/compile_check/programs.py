@@ -17,12 +17,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from models import Llama, LlamaConfig
-from pallas_kernels.copy_blocks import copy_blocks
-from pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
-from pallas_kernels.paged_attention.cascade import cascade_attention
-from pallas_kernels.paged_attention.support import Form
-from pallas_kernels.scatter_kv import scatter_kv
+from jaxkv.models import Llama, LlamaConfig
+from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+from jaxkv.pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
+from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
+from jaxkv.pallas_kernels.paged_attention.support import Form
+from jaxkv.pallas_kernels.scatter_kv import scatter_kv
 
 _MODELS = {
     "SmolLM2-135M": LlamaConfig(

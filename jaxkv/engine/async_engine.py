@@ -20,7 +20,7 @@ class AsyncEngine:
     Example:
       >>> import asyncio, jaxkv
       >>> from flax import nnx
-      >>> from models import Llama, LlamaConfig
+      >>> from jaxkv.models import Llama, LlamaConfig
       >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=16, num_layers=1,
       ...                      num_heads=2, num_kv_heads=1, head_dim=4)
       >>> engine = jaxkv.Engine(Llama(config, rngs=nnx.Rngs(0)),

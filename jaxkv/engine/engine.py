@@ -8,9 +8,9 @@ from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from jaxkv.engine.beam import Beam
-from jaxkv.engine.core import EngineCore
+from jaxkv.engine.loop import EngineCore
 from jaxkv.engine.requests import RequestOutput, Sequence, Status
+from jaxkv.engine.search import Beam
 from jaxkv.engine.statistics import EngineStats
 from jaxkv.engine.validation import (
     checked_prompt,
@@ -20,7 +20,7 @@ from jaxkv.engine.validation import (
 )
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.progress_bar import progress_bar
-from jaxkv.sampling_params import BeamSearchParams, SamplingParams
+from jaxkv.sampling.params import BeamSearchParams, SamplingParams
 
 AnyParams = SamplingParams | BeamSearchParams
 
@@ -47,7 +47,7 @@ class Engine(EngineCore):
     Example:
       >>> import jaxkv
       >>> from flax import nnx
-      >>> from models import Llama, LlamaConfig
+      >>> from jaxkv.models import Llama, LlamaConfig
       >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=16, num_layers=1,
       ...                      num_heads=2, num_kv_heads=1, head_dim=4)
       >>> model = Llama(config, rngs=nnx.Rngs(0))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxkv.block_manager import BlockManager
 from jaxkv.engine.requests import Sequence
+from jaxkv.manager.block_manager import BlockManager
 
 
 class PrefixesUnderWay:

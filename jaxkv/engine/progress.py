@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv.engine.requests import Sequence
 from jaxkv.engine.work import Decodes
-from jaxkv.sampling_params import MAX_STOP_TOKENS
+from jaxkv.sampling.params import MAX_STOP_TOKENS
 
 
 class Progress:

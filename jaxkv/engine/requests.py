@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxkv.engine.beam import Beam
-from jaxkv.sampling_params import SamplingParams
+from jaxkv.engine.search import Beam
+from jaxkv.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxkv.block_manager import BlockManager
 from jaxkv.config import SchedulerConfig
-from jaxkv.engine.beam import Continuation
 from jaxkv.engine.prefixes import PrefixesUnderWay
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
+from jaxkv.engine.search import Continuation
 from jaxkv.engine.work import Chunk, Decodes, Work
 from jaxkv.errors import OutOfBlocksError
+from jaxkv.manager.block_manager import BlockManager
 
 # Steps whose slots are asked for together with those that are needed now, where there are blocks:
 # fewer and larger calls, for a block that a sequence gets so many steps too early.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxkv.reports import Stats
+from jaxkv.manager.records import Stats
 
 
 @dataclasses.dataclass

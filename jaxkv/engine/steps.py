@@ -18,9 +18,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxkv.sampling import History, RowParams, Sampled, SamplerState, sample
-from jaxkv.sampling_params import LogitsProcessor
-from jaxkv.state import Batch, DevicePlan, PagedState, apply_device_plan
+from jaxkv.cache.state import Batch, DevicePlan, PagedState, apply_device_plan
+from jaxkv.sampling.params import LogitsProcessor
+from jaxkv.sampling.sampler import History, RowParams, Sampled, SamplerState, sample
 
 # How often a step was traced, by (tokens, sequences, steps): each comes up once per model, and once
 # more for each choice of log-probabilities and logits processors.

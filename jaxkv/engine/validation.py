@@ -6,9 +6,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
-from jaxkv.block_manager import BlockManager
 from jaxkv.errors import ConfigError
-from jaxkv.sampling_params import MAX_STOP_TOKENS
+from jaxkv.manager.block_manager import BlockManager
+from jaxkv.sampling.params import MAX_STOP_TOKENS
 
 
 def checked_prompt(

@@ -30,19 +30,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_kernels.integers import int32
-from pallas_kernels.layout import or_null
-from pallas_kernels.paged_attention.merge import merge_attention
-from pallas_kernels.paged_attention.operands import check_scales
-from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.paged_attention.support import (
+from jaxkv.pallas_kernels.integers import int32
+from jaxkv.pallas_kernels.layout import or_null
+from jaxkv.pallas_kernels.paged_attention.merge import merge_attention
+from jaxkv.pallas_kernels.paged_attention.operands import check_scales
+from jaxkv.pallas_kernels.paged_attention.reference import paged_attention_reference
+from jaxkv.pallas_kernels.paged_attention.support import (
     IMPLEMENTATIONS,
     PagedAttentionFallbackWarning,
     choose,
     device_of_kernels,
     supports,
 )
-from pallas_kernels.paged_attention.xla import decode_xla, prefill_xla
+from jaxkv.pallas_kernels.paged_attention.xla import decode_xla, prefill_xla
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -139,7 +139,7 @@ def paged_attention(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.paged_attention import paged_attention
+      >>> from jaxkv.pallas_kernels.paged_attention import paged_attention
       >>> pages = jnp.ones((3, 1, 2, 1, 4, 8))
       >>> tables = jnp.array([[2, 1]], jnp.int32)
       >>> out = paged_attention(jnp.ones((1, 2, 8)), pages, tables, jnp.array([6]), layer=0)
@@ -187,7 +187,7 @@ def paged_attention(
     args = q, kv_pages, kv_scales, tables, lens, starts, sinks
     if implementation == "mosaic_gpu":
         # Where it is used: Pallas's GPU support is half a second that others need not wait for.
-        from pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
+        from jaxkv.pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
 
         _, compute_capability = device_of_kernels(interpret=bool(interpret))
         options |= dict(

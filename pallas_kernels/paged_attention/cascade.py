@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_kernels.integers import int32
-from pallas_kernels.layout import or_null
-from pallas_kernels.paged_attention import merge_attention, paged_attention
+from jaxkv.pallas_kernels.integers import int32
+from jaxkv.pallas_kernels.layout import or_null
+from jaxkv.pallas_kernels.paged_attention import merge_attention, paged_attention
 
 
 @overload
@@ -111,8 +111,8 @@ def cascade_attention(
       >>> import jax.numpy as jnp
       >>> import numpy as np
       >>> import jaxkv
-      >>> from pallas_kernels.paged_attention import paged_attention
-      >>> from pallas_kernels.paged_attention.cascade import cascade_attention
+      >>> from jaxkv.pallas_kernels.paged_attention import paged_attention
+      >>> from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
       >>> tables = np.array([[4, 2, 1], [4, 2, 3], [5, 0, 0]], np.int32)
       >>> lens = np.array([10, 12, 3], np.int32)
       >>> found = jaxkv.shared_prefix_groups(tables, lens, block_size=4, min_tokens=8, max_groups=1)

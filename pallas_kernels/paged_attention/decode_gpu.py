@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import target
-from pallas_kernels.paged_attention.decode_steps_gpu import (
+from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import (
     finish,
     per_column,
     per_row,
@@ -34,7 +34,7 @@ from pallas_kernels.paged_attention.decode_steps_gpu import (
     start,
     weigh,
 )
-from pallas_kernels.paged_attention.pages_gpu import (
+from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     PARAMS,
     TILE,
     TILE_ROWS,

@@ -35,7 +35,7 @@ def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[ja
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.paged_attention import merge_attention
+      >>> from jaxkv.pallas_kernels.paged_attention import merge_attention
       >>> outs = jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]])  # two parts, one row, head_dim 2
       >>> out, lse = merge_attention(outs, jnp.log(jnp.array([[3.0], [1.0]])))
       >>> out.round(4).tolist(), jnp.exp(lse).round(4).tolist()

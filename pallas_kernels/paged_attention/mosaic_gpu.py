@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.decode_ampere import decode_ampere
-from pallas_kernels.paged_attention.decode_gpu import decode_gpu
-from pallas_kernels.paged_attention.decode_steps_gpu import num_splits
-from pallas_kernels.paged_attention.merge import merge_attention, with_sinks
-from pallas_kernels.paged_attention.prefill_ampere import prefill_ampere
-from pallas_kernels.paged_attention.prefill_gpu import prefill_gpu
-from pallas_kernels.paged_attention.prefill_steps_gpu import ROWS
-from pallas_kernels.paged_attention.products_gpu import product_of
+from jaxkv.pallas_kernels.paged_attention.decode_ampere import decode_ampere
+from jaxkv.pallas_kernels.paged_attention.decode_gpu import decode_gpu
+from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import num_splits
+from jaxkv.pallas_kernels.paged_attention.merge import merge_attention, with_sinks
+from jaxkv.pallas_kernels.paged_attention.prefill_ampere import prefill_ampere
+from jaxkv.pallas_kernels.paged_attention.prefill_gpu import prefill_gpu
+from jaxkv.pallas_kernels.paged_attention.prefill_steps_gpu import ROWS
+from jaxkv.pallas_kernels.paged_attention.products_gpu import product_of
 
 SMS = 132  # of an H100 or H200, each with one thread block of the prefill kernel; others are near
 MIN_SPLIT = 256  # tokens of a split, for which its output is a small part of what it moves

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.layout import page_row, page_rows
+from jaxkv.pallas_kernels.layout import page_row, page_rows
 
 MASKED = -1e30  # logit of a key that is not seen: finite, so that a fully masked tile makes no NaN
 _SMALLEST = 1e-30  # keeps the scale of a row of zeros from being 0
@@ -123,7 +123,7 @@ def quantise_int8(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.paged_attention.operands import quantise_int8
+      >>> from jaxkv.pallas_kernels.paged_attention.operands import quantise_int8
       >>> codes, scales = quantise_int8(jnp.array([[-2.54, 0.02, 1.0]]))
       >>> codes.tolist(), [round(float(s), 6) for s in scales]
       ([[-127, 1, 50]], [0.02])

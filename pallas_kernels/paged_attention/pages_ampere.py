@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.paged_attention.pages_gpu import PageReader, Pages, Span, store, tiled
+from jaxkv.pallas_kernels.paged_attention.pages_gpu import PageReader, Pages, Span, store, tiled
 
 
 def copy_swizzle(rows: int, row_bytes: int) -> int:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.layout import page_row, page_rows
+from jaxkv.pallas_kernels.layout import page_row, page_rows
 
 TILE = 64  # tokens of a stage
 # What is copied into tiled shared memory is cut into tiles of so many rows. A copy that begins

@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import target
-from pallas_kernels.paged_attention.pages_ampere import TileLoader, copy_swizzle, load_rows
-from pallas_kernels.paged_attention.pages_gpu import (
+from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.paged_attention.pages_ampere import TileLoader, copy_swizzle, load_rows
+from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     PARAMS,
     TILE,
     PageReader,
@@ -24,7 +24,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     store,
     tiled,
 )
-from pallas_kernels.paged_attention.prefill_steps_gpu import (
+from jaxkv.pallas_kernels.paged_attention.prefill_steps_gpu import (
     ROWS,
     QueryTile,
     finish,

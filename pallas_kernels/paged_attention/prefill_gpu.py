@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import target
-from pallas_kernels.paged_attention.pages_gpu import (
+from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     PARAMS,
     TILE,
     TILE_ROWS,
@@ -34,7 +34,7 @@ from pallas_kernels.paged_attention.pages_gpu import (
     tiled,
     whole_tiles,
 )
-from pallas_kernels.paged_attention.prefill_steps_gpu import (
+from jaxkv.pallas_kernels.paged_attention.prefill_steps_gpu import (
     ROWS,
     QueryTile,
     finish,

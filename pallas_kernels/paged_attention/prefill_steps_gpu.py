@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.operands import MASKED
-from pallas_kernels.paged_attention.pages_gpu import (
+from jaxkv.pallas_kernels.paged_attention.operands import MASKED
+from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     LOG2E,
     TILE,
     Span,

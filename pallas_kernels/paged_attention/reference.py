@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.operands import dequantise
+from jaxkv.pallas_kernels.paged_attention.operands import dequantise
 
 
 def paged_attention_reference(

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import target
+from jaxkv.pallas_kernels import target
 
 Form = Literal["decode", "prefill"]
 
@@ -172,7 +172,7 @@ def supports(
       compute_capability: of the GPU, as in (9, 0); None likewise.
 
     Example:
-      >>> from pallas_kernels.paged_attention import supports
+      >>> from jaxkv.pallas_kernels.paged_attention import supports
       >>> supports("xla", head_dim=128)
       (True, '')
       >>> supports("mosaic_gpu", platform="gpu", compute_capability=(8, 0), head_dim=80)[1]

@@ -13,7 +13,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.operands import MASKED, Tile, read_pages
+from jaxkv.pallas_kernels.paged_attention.operands import MASKED, Tile, read_pages
 
 # Tokens of every sequence that one pass of the decode loop reads. Few sequences take more, so that
 # a pass outweighs its launches: one of 2048 tokens took 1.4 times what dense attention takes in

@@ -10,7 +10,7 @@ import gpu_plan
 import pytest
 from gpu_rows import AttentionCheck, Case
 
-from pallas_kernels.paged_attention.support import BLOCK_SIZES, HEAD_DIMS
+from jaxkv.pallas_kernels.paged_attention.support import BLOCK_SIZES, HEAD_DIMS
 
 
 def run(*args):

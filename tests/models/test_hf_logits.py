@@ -9,8 +9,8 @@ import pytest
 from hf_cases import CASES, state_dict, tokens
 from safetensors.numpy import save_file
 
-from models.hf_loader import load_hf
-from models.rope import Llama3Scaling, inverse_frequencies
+from jaxkv.models.hf_loader import load_hf
+from jaxkv.models.rope import Llama3Scaling, inverse_frequencies
 
 DATA = Path(__file__).parent.parent / "data"
 EXPECTED = np.load(DATA / "hf_logits.npz")

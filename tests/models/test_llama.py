@@ -7,7 +7,7 @@ from cases import QUICK
 from flax import nnx
 
 import jaxkv
-from models import Llama, LlamaConfig
+from jaxkv.models import Llama, LlamaConfig
 
 
 def test_a_head_dim_that_is_not_hidden_size_over_heads():

@@ -12,11 +12,11 @@ from hf_cases import CASES, state_dict, tokens
 from safetensors.numpy import save_file
 
 from jaxkv.errors import ConfigError
-from models import Llama, LlamaConfig, Tokenizer, load, save_orbax
-from models.gguf_loader import GGUFFile, load_gguf
-from models.hf_loader import load_hf
-from models.orbax_checkpoint import load_orbax
-from models.weights import CheckpointError
+from jaxkv.models import Llama, LlamaConfig, Tokenizer, load, save_orbax
+from jaxkv.models.gguf_loader import GGUFFile, load_gguf
+from jaxkv.models.hf_loader import load_hf
+from jaxkv.models.orbax_checkpoint import load_orbax
+from jaxkv.models.weights import CheckpointError
 
 HF = {name: (config, seed) for name, config, seed in CASES}
 
@@ -256,7 +256,7 @@ def write_gguf(path, name, *, quantise=None, fields=None, architecture="llama"):
         else:
             writer.add_tensor(new, np.ascontiguousarray(value))
     if c.rope_scaling is not None:
-        from models.rope import inverse_frequencies
+        from jaxkv.models.rope import inverse_frequencies
 
         scaled = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         ratio = inverse_frequencies(c.head_dim, c.rope_theta) / scaled

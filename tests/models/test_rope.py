@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.rope import Llama3Scaling, inverse_frequencies, rope_phases
+from jaxkv.models.rope import Llama3Scaling, inverse_frequencies, rope_phases
 
 EXPECTED = np.load(Path(__file__).parent.parent / "data" / "hf_rope.npz")
 

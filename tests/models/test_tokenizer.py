@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv.errors import JaxkvError
-from models.tokenizer import Detokenizer, Tokenizer
+from jaxkv.models.tokenizer import Detokenizer, Tokenizer
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import models.train
+import jaxkv.models.train as train_module
 from jaxkv.errors import ConfigError, JaxkvError
-from models import CheckpointError, load
-from models.train import TrainConfig, main, train
+from jaxkv.models import CheckpointError, load
+from jaxkv.models.train import TrainConfig, main, train
 
 CONFIG = TrainConfig(steps=30, batch=4, length=32, checkpoint_every=10)
 
@@ -37,14 +37,14 @@ def test_loss_falls(run):
 
 def test_interrupted_run_resumes_bit_for_bit(run, tmp_path, monkeypatch):
     _, straight = run
-    windows, calls = models.train._windows, iter(range(26))
+    windows, calls = train_module._windows, iter(range(26))
 
     def interrupt(*args):
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return windows(*args)
 
-    monkeypatch.setattr(models.train, "_windows", interrupt)
+    monkeypatch.setattr(train_module, "_windows", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(CONFIG, tmp_path)
     monkeypatch.undo()
@@ -126,7 +126,7 @@ def test_too_short_text(tmp_path):
 
 
 def test_diverged_run_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(models.train, "_step", lambda g, c, arrays, t: (arrays, float("nan")))
+    monkeypatch.setattr(train_module, "_step", lambda g, c, arrays, t: (arrays, float("nan")))
     with pytest.raises(JaxkvError, match=r"loss=nan at step 1; lower lr=0.003"):
         train(CONFIG, tmp_path)
 
@@ -167,9 +167,9 @@ def test_command_line(run, tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{tmp_path}: loss {result.losses[-1]:.3f}, held out ")
     assert "tokens/s" in captured.err
-    assert load(tmp_path).model.config == models.train.tiny_config()
+    assert load(tmp_path).model.config == train_module.tiny_config()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
 def test_short_runs_have_a_learning_rate_schedule(steps):
-    models.train._optimizer(TrainConfig(steps=steps)).init({})
+    train_module._optimizer(TrainConfig(steps=steps)).init({})

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
+from jaxkv.pallas_kernels.paged_attention import paged_attention
+from jaxkv.pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
 
 
 @dataclasses.dataclass

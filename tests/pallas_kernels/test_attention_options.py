@@ -8,8 +8,8 @@ from cases import Case, make, means_of_positions, oracle, oracle_with_lse, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_attention, xla
-from pallas_kernels.paged_attention.operands import quantise_int8
+from jaxkv.pallas_kernels.paged_attention import paged_attention, xla
+from jaxkv.pallas_kernels.paged_attention.operands import quantise_int8
 
 IMPLEMENTATIONS = ["xla", "reference"]
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])

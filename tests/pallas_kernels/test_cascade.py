@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxkv
-from pallas_kernels.paged_attention import mosaic_gpu, xla
-from pallas_kernels.paged_attention.cascade import cascade_attention
+from jaxkv.pallas_kernels.paged_attention import mosaic_gpu, xla
+from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])

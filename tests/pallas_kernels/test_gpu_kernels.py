@@ -21,10 +21,10 @@ from cases import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import target
-from pallas_kernels.paged_attention import mosaic_gpu
-from pallas_kernels.paged_attention.decode_steps_gpu import SLOTS, num_splits
-from pallas_kernels.paged_attention.pages_gpu import TILE, PageReader, Pages, Span
+from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.paged_attention import mosaic_gpu
+from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import SLOTS, num_splits
+from jaxkv.pallas_kernels.paged_attention.pages_gpu import TILE, PageReader, Pages, Span
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
@@ -241,9 +241,9 @@ def test_rows_depend_on_their_own_tokens_alone(decode, generation):
     """Not on their company, on where blocks lie, or on what unused slots hold.
 
     Equal up to rounding: a processor's matrix product may add up a row in another order when the
-    row is elsewhere in the tile. The log-sum-exp then moves by float32 steps, and a probability that
-    crosses a rounding edge moves the output by one bfloat16 step of the largest V. All checks have
-    the same shapes, and so one program.
+    row is elsewhere in the tile. The log-sum-exp then moves by float32 steps, and a probability
+    that crosses a rounding edge moves the output by one bfloat16 step of the largest V. All checks
+    have the same shapes, and so one program.
     """
     if decode:
         lens, counts, kind = [5, 0, 3, 13], None, dict(dim=64, room=36)

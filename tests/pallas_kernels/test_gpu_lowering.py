@@ -11,11 +11,11 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.decode_gpu import row_stride
-from pallas_kernels.paged_attention.pages_gpu import TILE_ROWS
-from pallas_kernels.paged_attention.prefill_steps_gpu import query_tiles, tile_start
-from pallas_kernels.target import compile_for
+from jaxkv.pallas_kernels.paged_attention import paged_attention
+from jaxkv.pallas_kernels.paged_attention.decode_gpu import row_stride
+from jaxkv.pallas_kernels.paged_attention.pages_gpu import TILE_ROWS
+from jaxkv.pallas_kernels.paged_attention.prefill_steps_gpu import query_tiles, tile_start
+from jaxkv.pallas_kernels.target import compile_for
 
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
 

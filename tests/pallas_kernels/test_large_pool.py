@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.copy_blocks import copy_blocks
-from pallas_kernels.move_blocks import gather_blocks
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.scatter_kv import scatter_kv
+from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+from jaxkv.pallas_kernels.move_blocks import gather_blocks
+from jaxkv.pallas_kernels.paged_attention import paged_attention
+from jaxkv.pallas_kernels.scatter_kv import scatter_kv
 
 LAYERS, HEADS, BLOCK, DIM = 2, 2, 16, 64
 TOKENS, LAYER = 40, 1  # three blocks

@@ -7,7 +7,7 @@ from cases import make, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import merge_attention
+from jaxkv.pallas_kernels.paged_attention import merge_attention
 
 
 def attention(logits, v, part):

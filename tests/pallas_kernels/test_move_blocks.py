@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import target
-from pallas_kernels.copy_blocks import copy_blocks
-from pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
-from pallas_kernels.scatter_kv import scatter_kv
+from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+from jaxkv.pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
+from jaxkv.pallas_kernels.scatter_kv import scatter_kv
 
 SHAPE = (6, 2, 2, 3, 4, 8)  # N, L, 2, H, B, D
 OUTSIDE = [-1, -6, 6, 10**6, np.iinfo(np.int32).min, np.iinfo(np.int32).max]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import make, move_blocks, name_heads, oracle, pick, queries, run
 
-from pallas_kernels.paged_attention import paged_attention, supports
+from jaxkv.pallas_kernels.paged_attention import paged_attention, supports
 
 IMPLEMENTATIONS = ["xla", "reference"]
 LENS = [1, 4, 5, 8, 17, 40, 130]

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.copy_blocks import copy_blocks
-from pallas_kernels.scatter_kv import scatter_kv, scatter_kv_reference
+from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+from jaxkv.pallas_kernels.scatter_kv import scatter_kv, scatter_kv_reference
 
 SHAPE = (4, 2, 2, 3, 4, 8)  # N, L, 2, H, B, D
 step = jax.jit(scatter_kv, donate_argnums=0, static_argnames="layer")

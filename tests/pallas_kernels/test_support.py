@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 from cases import make, run
 
-from pallas_kernels import target
-from pallas_kernels.paged_attention import PagedAttentionFallbackWarning, support, supports
+from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.paged_attention import PagedAttentionFallbackWarning, support, supports
 
 AMPERE, HOPPER, BLACKWELL = (
     dict(platform="gpu", compute_capability=(major, 0)) for major in (8, 9, 10)

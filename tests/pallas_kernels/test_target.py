@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import target
+from jaxkv.pallas_kernels import target
 
 
 def test_the_default_is_the_device_of_jax():

@@ -14,8 +14,8 @@ from engine_cases import (
     verify_idle,
 )
 
-import jaxkv
 from jaxkv import CacheConfig, ConfigError, Engine, SamplingParams
+from jaxkv.manager import events
 
 
 def sampled(max_tokens, **changes):
@@ -164,7 +164,7 @@ def test_preemption_changes_nothing_062(small_model, prefix_index):
         engine.submit(prompt_of(6), sampled(8), request_id="r2")
         results.append(tokens_of(run(engine)))
     assert results[0] == results[1]
-    preempted = [e for e in log if e.kind == jaxkv.events.PREEMPT]
+    preempted = [e for e in log if e.kind == events.PREEMPT]
     assert engine.stats().preemptions == len(preempted) > 0
     assert {e.detail["request"] for e in preempted} == {"r2"}
     assert "blocks were asked for" in preempted[0].detail["reason"]

@@ -1,0 +1,49 @@
+"""The public names of jaxkv. Each is imported when it is first used."""
+
+from .cache.attention import attention as attention
+from .cache.shared_prefix import SharedPrefix as SharedPrefix
+from .cache.shared_prefix import shared_prefix_groups as shared_prefix_groups
+from .cache.state import Batch as Batch
+from .cache.state import PagedState as PagedState
+from .cache.state import advance as advance
+from .cache.state import apply_plan as apply_plan
+from .cache.state import init_state as init_state
+from .config import CacheConfig as CacheConfig
+from .config import SchedulerConfig as SchedulerConfig
+from .engine.async_engine import AsyncEngine as AsyncEngine
+from .engine.drafting import PromptLookup as PromptLookup
+from .engine.engine import Engine as Engine
+from .engine.generate import Generation as Generation
+from .engine.generate import GenerationStats as GenerationStats
+from .engine.generate import Output as Output
+from .engine.generate import generate as generate
+from .engine.requests import RequestOutput as RequestOutput
+from .errors import ConfigError as ConfigError
+from .errors import InvariantError as InvariantError
+from .errors import JaxkvError as JaxkvError
+from .errors import OutOfBlocksError as OutOfBlocksError
+from .errors import StaleStateError as StaleStateError
+from .errors import UnknownSequenceError as UnknownSequenceError
+from .manager.block_manager import BlockManager as BlockManager
+from .manager.prefix.keys import Media as Media
+from .manager.records import Admission as Admission
+from .manager.records import Allocation as Allocation
+from .manager.records import BlockInfo as BlockInfo
+from .manager.records import Plan as Plan
+from .manager.records import Stats as Stats
+from .observe.log import record as record
+from .observe.log import replay as replay
+from .observe.metrics import Metrics as Metrics
+from .observe.snapshot import take_snapshot as take_snapshot
+from .planning.sizing import cache_size as cache_size
+from .planning.sizing import suggest_block_size as suggest_block_size
+from .sampling.params import BeamSearchParams as BeamSearchParams
+from .sampling.params import LogitsProcessor as LogitsProcessor
+from .sampling.params import SamplingParams as SamplingParams
+from .studies.belady import belady_hit_rate as belady_hit_rate
+from .studies.simulate import SimulationResult as SimulationResult
+from .studies.simulate import simulate as simulate
+from .studies.traces import Trace as Trace
+from .studies.traces import load_trace as load_trace
+
+__version__: str

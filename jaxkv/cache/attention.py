@@ -1,0 +1,99 @@
+"""The one call a model makes per layer: write this step's K and V into their slots, then attend."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache.state import Batch, PagedState
+from jaxkv.pallas_kernels.paged_attention import paged_attention
+from jaxkv.pallas_kernels.scatter_kv import scatter_kv
+
+
+def slots(state: PagedState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """(block, offset) i32[T] of each token; padding gets a block past the pool: dropped."""
+    max_seqs, width = state.block_tables.shape
+    num_blocks, block_size = state.kv_pages.shape[0], state.kv_pages.shape[-2]
+    rows, positions = jnp.asarray(batch.rows), jnp.asarray(batch.positions)
+    column = positions // block_size
+    live = (rows >= 0) & (rows < max_seqs) & (column >= 0) & (column < width)
+    block = state.block_tables[jnp.where(live, rows, 0), jnp.where(live, column, 0)]
+    return jnp.where(live & (block > 0), block, num_blocks), positions % block_size
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    state: PagedState,
+    layer: int,
+    batch: Batch,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, PagedState]:
+    """Writes K and V of the batch's tokens into the cache and attends over what is cached.
+
+    Each token sees the positions up to its own of its sequence.
+
+    Args:
+      q: [T, num_q_heads, head_dim], RoPE applied.
+      k: [T, num_kv_heads, head_dim], RoPE applied.
+      v: [T, num_kv_heads, head_dim].
+      state: the cache; inside a jitted step that donates it, the write is in place.
+      layer: which layer of the cache.
+      batch: whose tokens these are, and where they stand.
+      scale: of the logits; 1 / sqrt(head_dim) by default.
+      window: a token sees this many positions, its own the last of them; None: all.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+      sinks: [num_q_heads]; logits of a key of value 0 that every token sees.
+      implementation: of `jaxkv.pallas_kernels.paged_attention`; None picks one that runs.
+
+    Returns:
+      [T, num_q_heads, head_dim] in q's dtype (zeros for padding tokens), and the new state.
+
+    Raises:
+      ValueError: shapes that do not fit the cache or each other; rows or positions that are no
+        integers, or, on the host, do not fit 32 bits.
+    """
+    batch = batch.in_int32()
+    num_layers, _, num_kv_heads, _, head_dim = state.kv_pages.shape[1:]
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"{layer=} is not one of the cache's {num_layers} layers")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != (q.shape[0], num_kv_heads, head_dim):
+            raise ValueError(
+                f"{name}.shape={x.shape} does not fit {q.shape[0]} tokens of a cache with "
+                f"{num_kv_heads=} and {head_dim=}"
+            )
+    with jax.named_scope("kv_cache_update"):
+        blocks, offsets = slots(state, batch)
+        pages, scales = state.kv_pages, state.kv_scales
+        if scales is None:
+            pages = scatter_kv(pages, k, v, blocks, offsets, layer=layer)
+        else:
+            pages, scales = scatter_kv(pages, k, v, blocks, offsets, layer=layer, kv_scales=scales)
+    options: dict[str, Any] = dict(
+        layer=layer, kv_scales=scales, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        implementation=implementation,
+    )  # fmt: skip
+    with jax.named_scope("paged_attention"):
+        rows = jnp.asarray(batch.rows)[batch.last_tokens]  # i32[S], any row for padding
+        starts = jnp.asarray(batch.query_start)
+        lens = jnp.asarray(batch.positions)[batch.last_tokens] + 1
+        live = (starts[1:] > starts[:-1]) & (rows >= 0) & (rows < len(state.block_tables))
+        lens = jnp.where(live, lens, 0)
+        tables = state.block_tables[jnp.where(live, rows, 0)]
+        cut, outs = batch.num_decodes, []
+        if cut:  # their tokens are the first ones, one each
+            outs.append(paged_attention(q[:cut], pages, tables[:cut], lens[:cut], **options))
+        rest = q[cut:], pages, tables[cut:], lens[cut:], starts[cut:] - cut
+        outs.append(paged_attention(*rest, max_query_len=batch.max_query_len, **options))
+        out = jnp.concatenate(outs) if cut else outs[0]
+    return out, dataclasses.replace(state, kv_pages=pages, kv_scales=scales)

@@ -1,0 +1,96 @@
+"""What happens in a block manager, as a stream of events that anyone can listen to.
+
+Two kinds of listener need it: people who ask why a block went where it did (the log, JSON lines),
+and programs that mirror the cache or count (metrics, routers). Host code: imports no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from typing import IO, Any
+
+import numpy as np
+
+STORED = "BlockStored"  # a block became findable
+REMOVED = "BlockRemoved"  # a block is findable no more
+CLEARED = "AllBlocksCleared"  # reset_prefix_cache: nothing is findable
+ALLOCATE, FREE, COPY, EVICT, HIT = "allocate", "free", "copy", "evict", "hit"
+PREEMPT = "preempt"  # an engine took a running sequence's blocks
+OPERATION = "operation"  # a public call, with arguments and result: what `jaxkv replay` runs again
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+      kind: one of the names above.
+      time: seconds, of the manager's clock.
+      seq: the sequence concerned, if one is.
+      blocks: the blocks concerned.
+      ref_counts: theirs, afterwards.
+      free_count: blocks that an allocation could take, afterwards (cached ones included).
+      detail: what else belongs to this kind. BlockStored: hash, parent_hash (hex), token_ids,
+        namespace. BlockRemoved: hash, reason. hit: num_tokens, queried_tokens. allocate:
+        num_tokens, num_cached_tokens. copy: blocks are (source, destination). evict: age and idle,
+        seconds since stored and since last used. preempt: reason. operation: name,
+        arguments, result or error.
+    """
+
+    kind: str
+    time: float
+    seq: Hashable | None
+    blocks: tuple[int, ...]
+    ref_counts: tuple[int, ...]
+    free_count: int
+    detail: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self), default=_plain)
+
+
+Listener = Callable[[Event], None]
+
+
+def json_lines(file: IO[str]) -> Listener:
+    """A listener that writes each event as a line of JSON.
+
+    Example:
+      >>> import io
+      >>> from jaxkv import BlockManager
+      >>> from jaxkv.manager.events import json_lines
+      >>> manager, log = BlockManager(4, 2, max_seqs=1, max_blocks_per_seq=3), io.StringIO()
+      >>> manager.subscribe(json_lines(log))
+      >>> _ = manager.allocate("a", [1, 2, 3])
+      >>> [json.loads(line)["kind"] for line in log.getvalue().splitlines()]
+      ['allocate', 'operation']
+    """
+    return lambda event: print(event.to_json(), file=file)
+
+
+def to_logging(logger: logging.Logger | None = None, level: int = logging.INFO) -> Listener:
+    """A listener that logs each event, under the logger `jaxkv.events` by default."""
+    logger = logger or logging.getLogger("jaxkv.events")
+    return lambda e: logger.log(
+        level, "%s seq=%r blocks=%s refs=%s free=%d %s",
+        e.kind, e.seq, e.blocks, e.ref_counts, e.free_count, dict(e.detail),
+    )  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """JSON for NumPy values and keys that are not text."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return value.hex()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return str(value)

@@ -1,0 +1,129 @@
+"""The whole bookkeeping of a block manager, verified from the ground up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from jaxkv.errors import InvariantError
+from jaxkv.manager.pins import Pins
+from jaxkv.manager.pool import BlockPool
+from jaxkv.manager.prefix.tree import GONE
+from jaxkv.manager.table import NULL_BLOCK, SequenceTable
+
+
+def check_manager(
+    pool: BlockPool, table: SequenceTable, pins: Pins, copies: Mapping[int, int]
+) -> None:
+    """Raises InvariantError, naming block, sequence and counts, unless everything agrees."""
+    _check_rows(pool, table)
+    _check_counts(pool, table)
+    holds = Counter({b: 1 for b in copies}) + Counter(copies.values()) + Counter(pins.held())
+    if dict(holds) != pool.holds:
+        raise InvariantError(f"blocks are held {pool.holds}, by pins and copies {dict(holds)}")
+    _check_places(pool, table)
+    _check_index(pool)
+
+
+def _owners(table: SequenceTable, block: int) -> list[Hashable]:
+    return [s for s, row in table.rows.items() if (table.blocks[row] == block).any()]
+
+
+def _check_rows(pool: BlockPool, table: SequenceTable) -> None:
+    size = pool.block_size
+    for seq_id, row in table.rows.items():
+        used, dropped = int(table.used[row]), int(table.dropped[row])
+        length, computed = int(table.lengths[row]), int(table.computed[row])
+        blocks = table.blocks[row]
+        if (
+            (blocks[dropped:used] == NULL_BLOCK).any()
+            or blocks[:dropped].any()
+            or blocks[used:].any()
+        ):
+            raise InvariantError(
+                f"sequence {seq_id!r}: null block inside, or block outside, columns {dropped} to "
+                f"{used}: {blocks.tolist()}"
+            )
+        needed = -(-length // size)
+        if not needed <= used <= -(-(length + int(table.lookahead[row])) // size) or dropped > used:
+            raise InvariantError(
+                f"sequence {seq_id!r}: {length} tokens and {table.lookahead[row]} lookahead slots "
+                f"in {used} blocks of {size}"
+            )
+        if not 0 <= table.published[row] * size <= computed <= length:
+            raise InvariantError(
+                f"sequence {seq_id!r}: {table.published[row]} blocks of {size} published, "
+                f"{computed} tokens computed of {length}"
+            )
+        slot, end = int(table.next_slot[row]), int(table.slot_end[row])
+        if slot < end:
+            block, column = blocks[min(length // size, len(blocks) - 1)], length // size
+            if column >= used or slot != block * size + length % size:
+                raise InvariantError(f"sequence {seq_id!r}: next slot {slot} at length {length}")
+            if pool.ref_counts[block] != 1 or pool.indexed[block]:
+                raise InvariantError(
+                    f"sequence {seq_id!r} would write block {block} in place: ref count "
+                    f"{pool.ref_counts[block]}, indexed {pool.indexed[block]}"
+                )
+    if table.num_free_rows + len(table.rows) != table.max_seqs:
+        raise InvariantError(
+            f"{table.num_free_rows} free rows and {len(table.rows)} sequences, of "
+            f"{table.max_seqs} rows"
+        )
+
+
+def _check_counts(pool: BlockPool, table: SequenceTable) -> None:
+    counts = np.zeros(pool.num_blocks, np.int64)
+    for row in table.rows.values():
+        np.add.at(counts, table.live_blocks(row), 1)
+    for block in np.flatnonzero(counts != pool.ref_counts).tolist():
+        raise InvariantError(
+            f"block {block}: ref count {pool.ref_counts[block]}, but {counts[block]} table "
+            f"entries; owners {_owners(table, block)}"
+        )
+
+
+def _check_places(pool: BlockPool, table: SequenceTable) -> None:
+    """Every block is in exactly one place: referenced or held, cached, free."""
+    free = pool.free_blocks().tolist()
+    if len(set(free)) != len(free):
+        raise InvariantError(f"a block is free twice: {sorted(free)}")
+    is_free = np.zeros(pool.num_blocks, bool)
+    is_free[free] = True
+    held = np.zeros(pool.num_blocks, bool)
+    held[list(pool.holds)] = True
+    for block in free:
+        if block == NULL_BLOCK or pool.ref_counts[block] or pool.indexed[block] or held[block]:
+            raise InvariantError(
+                f"block {block} is free with ref count {pool.ref_counts[block]}, "
+                f"{pool.holds.get(block, 0)} holds, indexed {pool.indexed[block]}; owners "
+                f"{_owners(table, block)}"
+            )
+    cached = pool.indexed & (pool.ref_counts == 0)
+    lost = np.flatnonzero(~(is_free | cached | held | (pool.ref_counts > 0)))[1:].tolist()
+    if lost:
+        raise InvariantError(f"blocks {lost} are neither free, cached nor referenced")
+    if (int(cached.sum()), int((cached & held).sum())) != (pool.num_cached, pool.num_held_idle):
+        raise InvariantError(
+            f"{cached.sum()} blocks are cached, {(cached & held).sum()} of them held; counted are "
+            f"{pool.num_cached} and {pool.num_held_idle}"
+        )
+
+
+def _check_index(pool: BlockPool) -> None:
+    """Every indexed block has an indexed parent, but behind a window, and is known to it."""
+    tree = pool.tree
+    blocks = np.flatnonzero(pool.indexed).tolist()
+    if pool.index is not None and len(pool.index) != len(blocks):
+        raise InvariantError(f"the index has {len(pool.index)} entries, for {len(blocks)} blocks")
+    for block in blocks:
+        parent = int(tree.parents[block])
+        if parent == GONE and pool.leaf_first:
+            raise InvariantError(f"block {block} is indexed, its parent is not")
+        if parent >= 0 and (not pool.indexed[parent] or block not in tree.children(parent)):
+            raise InvariantError(f"block {block} is indexed below {parent}, which does not know it")
+        for child in tree.children(block):
+            if tree.parents[child] != block:
+                raise InvariantError(f"block {child} is a child of {block}, not of its parent")

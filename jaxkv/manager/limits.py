@@ -1,0 +1,64 @@
+"""The refusals: each says what was asked, what there is, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from jaxkv.errors import JaxkvError, OutOfBlocksError
+from jaxkv.manager.pool import BlockPool
+from jaxkv.manager.table import SequenceTable
+
+
+class Limits:
+    """What a pool and its table can give now, and ever."""
+
+    def __init__(self, pool: BlockPool, table: SequenceTable, expire_pins: Callable[[], None]):
+        self._pool, self._table, self._expire_pins = pool, table, expire_pins
+
+    def available(self) -> int:
+        """Blocks that can be taken: free ones, and cached ones that nothing keeps."""
+        self._expire_pins()
+        return self._pool.num_available
+
+    def num_idle(self, blocks: np.ndarray) -> int:
+        """How many of these cached blocks are among the available ones."""
+        idle = blocks[self._pool.ref_counts[blocks] == 0]
+        holds = self._pool.holds
+        return len(idle) - sum(b in holds for b in idle.tolist()) if holds else len(idle)
+
+    def require_blocks(self, needed: int, what: str) -> None:
+        """Raises OutOfBlocksError unless `needed` blocks are available."""
+        # Pins that are over are worth a look only when blocks are short.
+        if needed <= self._pool.num_available or needed <= (available := self.available()):
+            return
+        pool, size = self._pool, self._pool.block_size
+        raise OutOfBlocksError(
+            f"{what} needs {needed} blocks of {size} tokens, but {available} of "
+            f"{pool.num_blocks - 1} are free ({pool.num_cached} cached; the longest sequence that "
+            f"fits now has {available * size} tokens); free a sequence or raise num_blocks",
+            asked=needed,
+            free=available,
+        )
+
+    def require_columns(self, seq_id: Hashable, length: int) -> None:
+        """Raises JaxkvError if a sequence of this length never fits."""
+        pool, width = self._pool, self._table.max_blocks_per_seq
+        longest = min(width, pool.num_blocks - 1) * pool.block_size
+        if length > longest:
+            raise JaxkvError(
+                f"sequence {seq_id!r} of {length} tokens never fits: the longest is {longest} "
+                f"({width} table columns, {pool.num_blocks - 1} usable blocks of "
+                f"{pool.block_size} tokens)"
+            )
+
+    def require_row(self, needed: int) -> None:
+        """Raises OutOfBlocksError if all rows of the block table are taken."""
+        if not self._table.num_free_rows:
+            raise OutOfBlocksError(
+                f"all {self._table.max_seqs} rows of the block table are taken; free a sequence or "
+                "raise max_seqs",
+                asked=needed,
+                free=self.available(),
+            )

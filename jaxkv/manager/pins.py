@@ -1,0 +1,77 @@
+"""Prefixes that stay cached until somebody says otherwise, or for a time."""
+
+from __future__ import annotations
+
+import heapq
+
+from jaxkv.errors import JaxkvError
+from jaxkv.manager.pool import BlockPool
+from jaxkv.manager.prefix.keys import BlockKeys
+
+
+class Pins:
+    """Holds on cached blocks, by prefix."""
+
+    def __init__(self, pool: BlockPool):
+        self._pool = pool
+        self._pins: dict[bytes, tuple[list[int], float | None]] = {}
+        self._ends: list[tuple[float, bytes]] = []  # heap
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct pinned blocks."""
+        return len(self._pool.pins)
+
+    def held(self) -> list[int]:
+        """Blocks of all pins, each as often as it is pinned."""
+        return [block for blocks, _ in self._pins.values() for block in blocks]
+
+    def set(self, keys: BlockKeys, blocks: list[int], expires: float | None) -> None:
+        """Pins the blocks that hold the leading part of `keys`; replaces a pin of the same."""
+        name = _name(keys)
+        self._pool.pin(blocks)
+        if name in self._pins:
+            self._pool.unpin(self._pins[name][0])
+        self._pins[name] = list(blocks), expires
+        if expires is not None:
+            heapq.heappush(self._ends, (expires, name))
+        if len(self._ends) > 2 * len(self._pins) + 64:  # most were renewed or dropped
+            self._ends = [(e, n) for n, (_, e) in self._pins.items() if e is not None]
+            heapq.heapify(self._ends)
+
+    def drop(self, keys: BlockKeys) -> None:
+        """Ends a pin.
+
+        Raises:
+          JaxkvError: there is none.
+        """
+        name = _name(keys)
+        if name not in self._pins:
+            raise JaxkvError(
+                f"no pin of these {keys.tokens.size} tokens; {len(self._pins)} prefixes are pinned"
+            )
+        blocks, _ = self._pins.pop(name)
+        self._pool.unpin(blocks[::-1])
+
+    def due(self, now: float) -> bool:
+        """Whether the time of some pin may be over."""
+        return bool(self._ends) and self._ends[0][0] <= now
+
+    def expire(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        while self._ends and self._ends[0][0] <= now:
+            end, name = heapq.heappop(self._ends)
+            if name in self._pins and self._pins[name][1] == end:
+                blocks, _ = self._pins.pop(name)
+                self._pool.unpin(blocks[::-1])
+
+    def clear(self) -> None:
+        """Ends all pins."""
+        for blocks, _ in self._pins.values():
+            self._pool.unpin(blocks[::-1])
+        self._pins.clear()
+        self._ends.clear()
+
+
+def _name(keys: BlockKeys) -> bytes:
+    return keys.root + keys.tokens.tobytes()

@@ -1,0 +1,139 @@
+"""Finding the cached blocks of a prefix: one interface, a hash table and a radix tree behind it.
+
+Both answer the same question with the same answer: which blocks hold the KV of these tokens. A
+block is in the index only while its parent is (whoever removes a block removes its descendants
+first), so that whatever is found can be reached; but not with a sliding window, where a block
+outlives its parent and is found behind the gap.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from jaxkv.manager.prefix.keys import BlockKeys
+from jaxkv.manager.prefix.tree import GONE, ROOT
+
+_NOTHING = np.zeros(0, np.int64)
+
+
+class PrefixIndex(Protocol):
+    """Where blocks are found by content."""
+
+    def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
+        """i64: the indexed blocks with the content of `keys`, behind `parent`, up to the last one.
+
+        0 in the place of one that is not there, which happens only where blocks outlive parents.
+        """
+        ...
+
+    def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
+        """Enters `blocks` as the content of `keys` from `start` on, none of which is there, behind
+        the block `parent`.
+
+        Returns how many were entered: fewer than asked where a key is taken by other content.
+        """
+        ...
+
+    def remove(self, block: int, block_hash: bytes) -> None:
+        """Takes out a block; its descendants, if there are any, are found without it."""
+        ...
+
+    def clear(self) -> None:
+        """Takes out everything."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class HashIndex:
+    """A table from chained hash to block; content and parent are compared on every hit.
+
+    A block that has outlived its parent stands for what came before by its hash alone.
+
+    Source: the prefix cache of vLLM (block hash with parent hash), with the comparison that it
+    leaves to a cryptographic hash.
+
+    Args:
+      tokens: i32[num_blocks, block_size], the pool's: those of an indexed block do not change.
+      parents: i64[num_blocks], the pool's.
+      gaps: blocks outlive their parents.
+    """
+
+    def __init__(self, tokens: np.ndarray, parents: np.ndarray, *, gaps: bool):
+        self._tokens, self._parents, self._gaps = tokens, parents, gaps
+        self._blocks: dict[bytes, int] = {}
+        self._roots: dict[int, bytes] = {}  # of the blocks whose parent is ROOT
+        self._media: dict[int, bytes] = {}  # of the blocks that hold any
+
+    def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
+        found: list[int | None] = list(map(self._blocks.get, keys.hashes()))
+        if None in found:
+            if not self._gaps:
+                del found[found.index(None) :]
+            found = [block or 0 for block in found]
+        if not found:
+            return _NOTHING
+        blocks = np.array(found, np.int64)
+        tokens, before = self._tokens[blocks], self._parents[blocks]
+        wanted = keys.tokens[: len(blocks)]
+        if (  # the common case: bytes compare faster than a few arrays do
+            tokens.tobytes() == wanted.tobytes()
+            and before[1:].tobytes() == blocks[:-1].tobytes()
+            and before.item(0) == parent
+            and (parent != ROOT or self._roots.get(blocks.item(0)) == keys.root)
+            and not (self._media or keys.media)
+        ):
+            return blocks
+        same = (tokens == wanted).all(axis=1) & (blocks > 0)
+        same[1:] &= (before[1:] == blocks[:-1]) | (before[1:] == GONE)
+        same[0] &= before[0] == parent or (before[0] == GONE and parent != ROOT)
+        if parent == ROOT:
+            same[0] &= self._roots.get(int(blocks[0])) == keys.root
+        if self._media or keys.media:
+            for i, block in enumerate(blocks.tolist()):
+                same[i] &= self._media.get(block) == keys.media.get(keys.first + i)
+        if not self._gaps:
+            return blocks[: len(same) if same.all() else same.argmin()]
+        return np.trim_zeros(np.where(same, blocks, 0), "b")
+
+    def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
+        hashes = keys.hashes()[start : start + len(blocks)]
+        count = len(blocks)
+        if not self._blocks.keys().isdisjoint(hashes) or len(set(hashes)) < count:
+            seen: set[bytes] = set()  # a collision, within the chain or with what is there
+            for count, key in enumerate(hashes):  # noqa: B007 (the count where it stops)
+                if key in self._blocks or key in seen:
+                    break
+                seen.add(key)
+            hashes, blocks = hashes[:count], blocks[:count]
+            if not blocks:
+                return 0
+        self._blocks.update(zip(hashes, blocks, strict=True))
+        if parent == ROOT:
+            self._roots[blocks[0]] = keys.root
+        for i, block in enumerate(blocks) if keys.media else ():
+            if (media := keys.media.get(keys.first + start + i)) is not None:
+                self._media[block] = media
+        return count
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def add_leaves(self, hashes: list[bytes], blocks: list[int]) -> None:
+        """`add` of one block each, with hashes that are not there, behind indexed blocks."""
+        self._blocks.update(zip(hashes, blocks, strict=True))
+
+    def remove(self, block: int, block_hash: bytes) -> None:
+        del self._blocks[block_hash]
+        self._roots.pop(block, None)
+        self._media.pop(block, None)
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._roots.clear()
+        self._media.clear()
+
+    def __len__(self) -> int:
+        return len(self._blocks)

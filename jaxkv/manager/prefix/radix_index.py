@@ -1,0 +1,148 @@
+"""The radix tree behind `PrefixIndex`: an edge is a run of blocks, split where sequences part.
+
+Source: RadixAttention (SGLang, arXiv 2312.07104), with edges cut at block boundaries only. Locks on
+a path are the ref counts of its blocks: a sequence references every block of its prefix.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxkv.manager.prefix.keys import BlockKeys
+from jaxkv.manager.prefix.tree import ROOT
+
+
+class _Node:
+    """An edge and what hangs below it.
+
+    Attributes:
+      parent: the node above; None for the root of a namespace.
+      first: index of the edge's first block in its sequence.
+      keys: content of each block of the edge.
+      blocks: the blocks; 0 where content has gone that leads to some that is there (a tombstone).
+      children: by the first key of their edge.
+      namespace: of a root, the bytes under which it is found.
+    """
+
+    __slots__ = ("blocks", "children", "first", "keys", "namespace", "parent")
+
+    def __init__(self, parent: _Node | None, first: int, keys: list[bytes], blocks: list[int]):
+        self.namespace = b""
+        self.parent, self.first, self.keys, self.blocks = parent, first, keys, blocks
+        self.children: dict[bytes, _Node] = {}
+
+
+class RadixIndex:
+    """A tree of token runs; a match compares the content itself, so nothing can collide."""
+
+    def __init__(self, tokens: np.ndarray, parents: np.ndarray, *, gaps: bool):
+        del parents, gaps  # the tree itself knows
+        num_blocks = len(tokens)
+        self._roots: dict[bytes, _Node] = {}
+        self._node_of: list[_Node | None] = [None] * num_blocks
+        self._depth = [0] * num_blocks  # index of the block in its sequence
+        self._size = 0
+
+    def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
+        node, at = self._locate(keys.root, parent)
+        contents, found = keys.contents(), []
+        while node is not None and (rest := len(contents) - len(found)):
+            if at == len(node.keys):
+                node, at = node.children.get(contents[len(found)]), 0
+                continue
+            edge = node.keys[at : at + rest]
+            wanted = contents[len(found) : len(found) + len(edge)]
+            if edge != wanted:
+                same = next(i for i, key in enumerate(edge) if key != wanted[i])
+                found += node.blocks[at : at + same]
+                break
+            found += node.blocks[at : at + len(edge)]
+            at += len(edge)
+        while found and not found[-1]:  # tombstones
+            found.pop()
+        return np.array(found, np.int64)
+
+    def _locate(self, root: bytes, parent: int) -> tuple[_Node | None, int]:
+        """The node of the block before, and the position behind it in the node's edge."""
+        if parent == ROOT:
+            return self._roots.get(root), 0
+        node = self._node_of[parent]
+        return node, 0 if node is None else self._depth[parent] + 1 - node.first
+
+    def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
+        first = keys.first + start
+        new = keys.contents()[start : start + len(blocks)]
+        if parent == ROOT:
+            node, at = self._roots.setdefault(keys.root, _Node(None, 0, [], [])), 0
+            node.namespace = keys.root
+        else:
+            node, at = self._locate(keys.root, parent)
+            assert node is not None, f"block {parent} is not in the tree"
+        for i, (key, block) in enumerate(zip(new, blocks, strict=True)):
+            if at == len(node.keys) and key in node.children:
+                node, at = node.children[key], 0
+            if at == len(node.keys) or node.keys[at] != key:
+                self._grow(node, at, first + i, new[i:], list(blocks[i:]))
+                break
+            node.blocks[at] = block  # in the place of a tombstone
+            self._node_of[block], self._depth[block] = node, first + i
+            at += 1
+        self._size += len(blocks)
+        return len(blocks)
+
+    def _grow(self, node: _Node, at: int, first: int, new: list[bytes], blocks: list[int]) -> None:
+        """Hangs a run of blocks behind the first `at` of an edge."""
+        if at < len(node.keys):
+            node = self._split(node, at)
+        if node.children or node.parent is None:
+            node.children[new[0]] = node = _Node(node, first, new, blocks)
+        else:  # a leaf grows: no chain of one-block nodes behind a sequence that decodes
+            node.keys += new
+            node.blocks += blocks
+        for i, block in enumerate(blocks):
+            self._node_of[block] = node
+            self._depth[block] = first + i
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Cuts an edge; the front part becomes a node of its own, which is returned.
+
+        The front is what the caller has just walked, so that moving it costs no more than that.
+        """
+        assert node.parent is not None
+        front = _Node(node.parent, node.first, node.keys[:at], node.blocks[:at])
+        node.parent.children[front.keys[0]] = front
+        del node.keys[:at], node.blocks[:at]
+        node.parent, node.first = front, node.first + at
+        front.children[node.keys[0]] = node
+        for block in front.blocks:
+            if block:
+                self._node_of[block] = front
+        return front
+
+    def remove(self, block: int, block_hash: bytes) -> None:
+        node = self._node_of[block]
+        assert node is not None
+        node.blocks[self._depth[block] - node.first] = 0
+        self._node_of[block] = None
+        self._size -= 1
+        while not node.children:  # tombstones that lead nowhere go
+            above = node.parent
+            if above is None:
+                del self._roots[node.namespace]
+                break
+            first = node.keys[0]
+            while node.blocks and not node.blocks[-1]:
+                node.blocks.pop()
+                node.keys.pop()
+            if node.blocks:
+                break
+            del above.children[first]
+            node = above
+
+    def clear(self) -> None:
+        self._roots.clear()
+        self._node_of = [None] * len(self._node_of)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size

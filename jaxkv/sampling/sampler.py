@@ -1,0 +1,373 @@
+"""From logits to the next token, on the device.
+
+What a sequence's choice depends on lies in a row of `SamplerState`, beside its row of the block
+table: its tokens so far, its parameters, its seed. A step reads its input tokens there and writes
+the new ones back, so that the next step can start before the host has seen them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkv.errors import JaxkvError
+from jaxkv.sampling.params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKENS,
+    LogitsProcessor,
+    SamplingParams,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class History:
+    """What steps change, one row for each sequence. A PyTree; steps donate it.
+
+    Attributes:
+      token_ids: i32[R, max_len]; tokens of the sequence, prompt included; the rest is anything.
+      processor_states: of each logits processor, with a leading axis R.
+    """
+
+    token_ids: Any
+    processor_states: tuple[Any, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowParams:
+    """What steps only read, one row for each sequence. A PyTree.
+
+    Attributes:
+      num_prompt: i32[R]; how many of the tokens are the prompt.
+      end: i32[R]; length at which the sequence ends.
+      min_len: i32[R]; length before which no stop token is chosen.
+      stop_ids: i32[R, MAX_STOP_TOKENS]; -1 where unused.
+      seed: u32[R].
+      sample: u32[R]; which sample of its request.
+      temperature: f32[R].
+      top_k: i32[R].
+      top_p: f32[R].
+      min_p: f32[R].
+      repetition: f32[R]; penalties.
+      presence: f32[R].
+      frequency: f32[R].
+      bias_ids: i32[R, MAX_LOGIT_BIAS]; -1 where unused.
+      bias: f32[R, MAX_LOGIT_BIAS].
+      processor: i32[R]; which of the engine's logits processors, -1 for none.
+    """
+
+    num_prompt: Any
+    end: Any
+    min_len: Any
+    stop_ids: Any
+    seed: Any
+    sample: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    bias_ids: Any
+    bias: Any
+    processor: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerState:
+    """R rows. A PyTree.
+
+    Attributes:
+      history: see there.
+      params: see there. They are apart because an array that a step returns costs the host more
+        than one that it only reads.
+    """
+
+    history: History
+    params: RowParams
+
+    @classmethod
+    def empty(cls, rows: int, max_len: int) -> SamplerState:
+        """Greedy rows without tokens, NumPy."""
+        i32, f32 = np.int32, np.float32
+        params = RowParams(
+            num_prompt=np.zeros(rows, i32), end=np.zeros(rows, i32), min_len=np.zeros(rows, i32),
+            stop_ids=np.full((rows, MAX_STOP_TOKENS), -1, i32),
+            seed=np.zeros(rows, np.uint32), sample=np.zeros(rows, np.uint32),
+            temperature=np.zeros(rows, f32), top_k=np.zeros(rows, i32), top_p=np.ones(rows, f32),
+            min_p=np.zeros(rows, f32), repetition=np.ones(rows, f32),
+            presence=np.zeros(rows, f32), frequency=np.zeros(rows, f32),
+            bias_ids=np.full((rows, MAX_LOGIT_BIAS), -1, i32),
+            bias=np.zeros((rows, MAX_LOGIT_BIAS), f32), processor=np.full(rows, -1, i32),
+        )  # fmt: skip
+        return cls(History(np.zeros((rows, max_len), i32)), params)
+
+    def fill(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        num_prompt: int,
+        end: int,
+        stop_ids: Sequence[int],
+        seed: int,
+        sample: int,
+        processor: int,
+    ) -> None:
+        """Sets a row of an `empty` one."""
+        self.history.token_ids[row, : len(token_ids)] = token_ids
+        to = self.params
+        to.num_prompt[row], to.end[row] = num_prompt, end
+        to.min_len[row] = num_prompt + params.min_tokens
+        to.stop_ids[row, : len(stop_ids)] = stop_ids
+        to.seed[row], to.sample[row], to.processor[row] = seed, sample, processor
+        to.temperature[row], to.top_k[row] = params.temperature, params.top_k
+        to.top_p[row], to.min_p[row] = params.top_p, params.min_p
+        to.repetition[row] = params.repetition_penalty
+        to.presence[row] = params.presence_penalty
+        to.frequency[row] = params.frequency_penalty
+        for i, (token, bias) in enumerate(params.logit_bias.items()):
+            to.bias_ids[row, i], to.bias[row, i] = token, bias
+
+    def with_processor_states(self, states: tuple[Any, ...]) -> SamplerState:
+        """The same with these in place of its own."""
+        history = dataclasses.replace(self.history, processor_states=states)
+        return dataclasses.replace(self, history=history)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def set_rows(state: SamplerState, rows: jax.Array, new: SamplerState) -> SamplerState:
+    """Rows of `new` into rows i32[A] of the state; outside it: dropped. Donates state."""
+    return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), state, new)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def copy_rows(
+    state: SamplerState, sources: jax.Array, rows: jax.Array, seeds: jax.Array, samples: jax.Array
+) -> SamplerState:
+    """Rows i32[A] become what rows `sources` are, but for seed and sample. Donates state."""
+    state = jax.tree.map(lambda x: x.at[rows].set(x[sources], mode="drop"), state)
+    params = dataclasses.replace(
+        state.params,
+        seed=state.params.seed.at[rows].set(seeds, mode="drop"),
+        sample=state.params.sample.at[rows].set(samples, mode="drop"),
+    )
+    return dataclasses.replace(state, params=params)
+
+
+class ProcessorError(JaxkvError):
+    """A user's logits processor failed while a step was traced.
+
+    Attributes:
+      processor: its index.
+    """
+
+    def __init__(self, processor: int, error: Exception):
+        super().__init__(f"the logits processor raised {type(error).__name__}: {error}")
+        self.processor = processor
+
+
+class Sampled(NamedTuple):
+    """What was chosen for each of L rows.
+
+    Attributes:
+      tokens: i32[L].
+      logprobs: f32[L]; of the token, or of the target where one is given; None if not asked for.
+      top_ids: i32[L, K]; the likeliest tokens.
+      top_logprobs: f32[L, K].
+    """
+
+    tokens: Any
+    logprobs: Any = None
+    top_ids: Any = None
+    top_logprobs: Any = None
+
+
+def sample(
+    logits: jax.Array,
+    state: SamplerState,
+    rows: jax.Array,
+    lengths: jax.Array,
+    *,
+    keep: jax.Array,
+    targets: jax.Array | None = None,
+    num_logprobs: int | None = None,
+    processors: tuple[LogitsProcessor, ...] = (),
+) -> tuple[Sampled, SamplerState]:
+    """The next token of each row.
+
+    Args:
+      logits: f32[L, vocab_size].
+      state: R rows; `history.token_ids[rows, :lengths]` is what the logits follow.
+      rows: i32[L], rows of the state; R or above for padding.
+      lengths: i32[L]; the new token's position.
+      keep: bool[L]; the token is written to the state, and a processor's new state is kept.
+      targets: i32[L]; tokens whose log-probability is wanted instead of the chosen one's, or -1.
+      num_logprobs: static; so many likeliest tokens are reported. None: no log-probabilities.
+      processors: static; those of the state.
+
+    Returns:
+      What was chosen, and the new state, whose history alone has changed.
+    """
+    raw, history = logits, state.history
+    R = len(history.token_ids)
+    read = _Rows(state, jnp.minimum(rows, R - 1), rows < R)
+    logits = _biased(logits, read, lengths)
+    logits = _penalised(logits, read, lengths)
+    states = []
+    for i, (processor, old) in enumerate(zip(processors, history.processor_states, strict=True)):
+        logits, changed = _processed(logits, read, lengths, i, processor, old, keep)
+        states.append(changed)
+    tokens = _drawn(logits, read, lengths)
+    written = jnp.where(keep & read.live, rows, R)
+    token_ids = history.token_ids.at[written, lengths].set(tokens, mode="drop")
+    state = dataclasses.replace(state, history=History(token_ids, tuple(states)))
+    if num_logprobs is None:
+        return Sampled(tokens), state
+    logprobs = jax.nn.log_softmax(raw, axis=-1)
+    named = tokens if targets is None else jnp.where(targets >= 0, targets, tokens)
+    top = lax.top_k(logprobs, min(num_logprobs, logprobs.shape[1]))
+    chosen = jnp.take_along_axis(logprobs, named[:, None], axis=1)[:, 0]
+    return Sampled(tokens, chosen, top[1].astype(jnp.int32), top[0]), state
+
+
+class _Rows(NamedTuple):
+    """A state's rows as a batch wants them; padding is greedy, without limits or penalties."""
+
+    state: SamplerState
+    at: jax.Array  # i32[L], in range
+    live: jax.Array  # bool[L]
+
+    @property
+    def token_ids(self) -> jax.Array:
+        """i32[L, max_len]."""
+        return jnp.asarray(self.state.history.token_ids)[self.at]
+
+    def __call__(self, name: str, padding: float) -> jax.Array:
+        value = jnp.asarray(getattr(self.state.params, name))[self.at]
+        live = self.live.reshape(-1, *[1] * (value.ndim - 1))
+        return jnp.where(live, value, jnp.asarray(padding, value.dtype))
+
+
+def _biased(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
+    """Bias added, and no stop token before its time."""
+    vocab_size, at = logits.shape[1], jnp.arange(len(logits))[:, None]
+
+    def add(logits):
+        ids = read("bias_ids", -1)
+        ids = jnp.where(ids >= 0, ids, vocab_size)
+        return logits.at[at, ids].add(read("bias", 0), mode="drop")
+
+    def ban(logits):
+        ids = read("stop_ids", -1)
+        ids = jnp.where((ids >= 0) & (lengths < read("min_len", 0))[:, None], ids, vocab_size)
+        return logits.at[at, ids].set(-jnp.inf, mode="drop")
+
+    logits = lax.cond((read("bias_ids", -1) >= 0).any(), add, lambda x: x, logits)
+    return lax.cond((lengths < read("min_len", 0)).any(), ban, lambda x: x, logits)
+
+
+def _penalised(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
+    repetition, presence = read("repetition", 1), read("presence", 0)
+    frequency = read("frequency", 0)
+
+    def apply(logits):
+        tokens = read.token_ids
+        position = jnp.arange(tokens.shape[1])
+        held = position < lengths[:, None]
+        made = held & (position >= read("num_prompt", 0)[:, None])
+        at = jnp.arange(len(logits))[:, None]
+
+        def counts(which):
+            zeros = jnp.zeros(logits.shape, jnp.float32)
+            return zeros.at[at, tokens].add(which.astype(jnp.float32), mode="drop")
+
+        seen = counts(held) > 0
+        factor = repetition[:, None]
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+        made = counts(made)
+        logits = logits - jnp.where(made > 0, presence[:, None], 0)
+        return logits - frequency[:, None] * made
+
+    used = (repetition != 1) | (presence != 0) | (frequency != 0)
+    return lax.cond(used.any(), apply, lambda x: x, logits)
+
+
+def _processed(logits, read: _Rows, lengths, i: int, processor: LogitsProcessor, old, keep):
+    """Logits of the rows that use a processor, and its states."""
+    mine = read("processor", -1) == i
+    states = jax.tree.map(lambda x: x[read.at], old)
+    try:
+        changed, states = jax.vmap(processor.apply)(logits, states, read.token_ids, lengths)
+        changed = jnp.broadcast_to(changed, logits.shape).astype(logits.dtype)
+    except Exception as error:
+        raise ProcessorError(i, error) from error
+    rows = jnp.where(mine & keep, read.at, len(read.state.history.token_ids))
+    new = jax.tree.map(lambda x, s: x.at[rows].set(s, mode="drop"), old, states)
+    return jnp.where(mine[:, None], changed, logits), new
+
+
+def _drawn(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
+    greedy = _argmax(logits)
+    temperature = read("temperature", 0)
+    top_k, top_p, min_p = read("top_k", 0), read("top_p", 1), read("min_p", 0)
+
+    def draw() -> jax.Array:
+        scaled = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+        least = scaled.max(axis=-1) + jnp.log(min_p)  # of 0: -inf
+        scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
+        limited = (top_k > 0) | (top_p < 1)
+        # Sorting the vocabulary is the cost of top-k and top-p: only when somebody asks for them.
+        scaled = lax.cond(limited.any(), lambda: _limit(scaled, top_k, top_p), lambda: scaled)
+
+        def row(seed, sample, position, logits):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+            return jax.random.categorical(key, logits)
+
+        seeds, samples = read("seed", 0), read("sample", 0)
+        return jax.vmap(row)(seeds, samples, lengths, scaled).astype(jnp.int32)
+
+    return lax.cond(
+        (temperature > 0).any(),
+        lambda: jnp.where(temperature > 0, draw(), greedy),
+        lambda: greedy,
+    )
+
+
+def _argmax(x: jax.Array) -> jax.Array:
+    """The first maximum of each row, i32[S], by pieces of 128.
+
+    Only the pieces' maxima are searched for a position, which XLA's CPU code does one element at a
+    time: for 32 rows of 49152, 0.5 ms against 3.6.
+    """
+    width = 128
+    pieces = jnp.pad(x, ((0, 0), (0, -x.shape[1] % width)), constant_values=-jnp.inf)
+    pieces = pieces.reshape(len(x), -1, width)
+    piece = pieces.max(axis=-1).argmax(axis=-1)
+    inside = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0].argmax(axis=-1)
+    return (piece * width + inside).astype(jnp.int32)
+
+
+def _limit(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Logits with what top-k and top-p exclude at -inf; the most likely token always stays."""
+    vocab_size = logits.shape[-1]
+    ranked = -jnp.sort(-logits, axis=-1)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
+    kept = jnp.arange(vocab_size) < k[:, None]
+    probability = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept &= before < top_p[:, None]
+    kept = kept.at[:, 0].set(True)
+    lowest = jnp.where(kept, ranked, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= lowest, logits, -jnp.inf)
