@@ -11,6 +11,7 @@ from typing import Literal, Protocol, Self
 import ml_dtypes
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.errors import ConfigError
 
 DTYPES: dict[str, np.dtype] = {
@@ -115,7 +116,7 @@ class CacheConfig:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        return ceil_div(num_tokens, self.block_size)
 
     @classmethod
     def for_model(
@@ -145,7 +146,7 @@ class CacheConfig:
             raise ConfigError(f"give {memory_bytes=} or {num_blocks=}, not both")
         if max_len < 1 or block_size < 1:
             raise ConfigError(f"{max_len=} and {block_size=} must be positive")
-        blocks_per_seq = -(-max_len // block_size)
+        blocks_per_seq = ceil_div(max_len, block_size)
         config = cls(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,

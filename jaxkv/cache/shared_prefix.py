@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxkv._util import ceil_div
 from jaxkv.manager.table import NULL_BLOCK
 
 
@@ -68,7 +69,7 @@ def shared_prefix_groups(
     same = (tables[1:] == tables[:-1]) & (tables[1:] != NULL_BLOCK)
     same = np.pad(same, ((0, 0), (0, 1)))  # so that every row ends
     common = np.minimum(same.argmin(axis=1), np.minimum(full[1:], full[:-1]))  # with the next one
-    groups = _best_groups(common, min_sequences, -(-min_tokens // block_size))
+    groups = _best_groups(common, min_sequences, ceil_div(min_tokens, block_size))
     groups = sorted(sorted(groups, key=_saved, reverse=True)[:max_groups])
     start, shared = [0], []
     for first, end, blocks in groups:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             rows[row.target, row.program] = row
     ordered = [rows[job] for job in jobs]
     if args.json is not None:
-        args.json.write_text(json.dumps([row.as_dict() for row in ordered], indent=1) + "\n")
+        args.json.write_text(json.dumps([row.to_dict() for row in ordered], indent=1) + "\n")
     console = Console()
     if not console.is_terminal:
         console.width = 180  # of the table; 80 would break most of its words

@@ -25,5 +25,5 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     report = replay(args.log, progress=not args.json)
-    print(json.dumps(report.as_dict()) if args.json else report)
+    print(json.dumps(report.to_dict()) if args.json else report)
     return 1 if report.difference else 0

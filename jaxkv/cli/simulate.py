@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from jaxkv._util import ceil_div
 from jaxkv.errors import ConfigError
 from jaxkv.manager.eviction.policies import POLICIES
 from jaxkv.studies.simulate import SimulationResult, simulate
@@ -160,7 +161,7 @@ def _wastes(axes: Axes, trace: Trace, result: SimulationResult) -> None:
     slots = result.num_blocks * result.block_size
     runs = [
         simulate(
-            trace, num_blocks=-(-slots // size), block_size=size, prefix_index=None,
+            trace, num_blocks=ceil_div(slots, size), block_size=size, prefix_index=None,
             service=result.service, belady=False, progress=True,
         )
         for size in _BLOCK_SIZES

@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     result = diff(Snapshot.read_csv(args.before), Snapshot.read_csv(args.after))
     if args.json:
-        print(json.dumps(result.as_dict()))
+        print(json.dumps(result.to_dict()))
     elif not (table := result.table()).row_count:
         print("no differences")
     else:
-        counts = {name: len(entries) for name, entries in result.as_dict().items()}
+        counts = {name: len(entries) for name, entries in result.to_dict().items()}
         console = Console()
         console.print(table)
         console.print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items() if n))

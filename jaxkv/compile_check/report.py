@@ -161,7 +161,7 @@ class Row:
             broken.append(f"{self.temp_bytes} temporary bytes, as many as the pool or more")
         return broken
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return dataclasses.asdict(self) | {"broken": self.broken}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.config import CacheConfig, SchedulerConfig
 from jaxkv.engine.engine import AnyParams, Engine
 from jaxkv.engine.requests import RequestOutput
@@ -195,7 +196,7 @@ def default_cache(
     if max_seqs is None:
         max_seqs = 1 << (min(32, max(1, len(lengths))) - 1).bit_length()
     if num_blocks is None:
-        blocks = sorted((-(-length // block_size) for length in lengths), reverse=True)
+        blocks = sorted((ceil_div(length, block_size) for length in lengths), reverse=True)
         num_blocks = 1 << max(6, sum(blocks[:max_seqs]).bit_length())
     return CacheConfig.for_model(
         config, num_blocks=num_blocks, max_len=context, block_size=block_size, max_seqs=max_seqs,

@@ -1,27 +1,55 @@
-"""The host's view of the pool: which sequence owns which blocks. Plans; the device applies.
+"""The block manager: which sequence owns which blocks. It plans; the device applies.
 
-Pure Python and NumPy (no JAX), single-threaded by contract: whoever runs the step loop owns it.
-Every call refuses before it changes anything.
+Pure Python and NumPy (no JAX), single-threaded by contract: the step loop owns it. Every call
+refuses before it changes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Self
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Literal, Self
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.config import CacheConfig
-from jaxkv.errors import JaxkvError
+from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.manager import events
-from jaxkv.manager.journal import operation
-from jaxkv.manager.manager_view import ManagerView
-from jaxkv.manager.prefix.keys import Media, as_tokens
-from jaxkv.manager.records import Allocation, Plan
-from jaxkv.manager.table import NULL_BLOCK, Rows
+from jaxkv.manager.admission import AdmissionControl
+from jaxkv.manager.branching import Branching
+from jaxkv.manager.eviction.policies import make_policy
+from jaxkv.manager.eviction.retention import Retention
+from jaxkv.manager.invariants import check_manager
+from jaxkv.manager.journal import Journal, operation
+from jaxkv.manager.limits import Limits
+from jaxkv.manager.pins import Pins
+from jaxkv.manager.pool import BlockPool
+from jaxkv.manager.prefix.hash_index import HashIndex
+from jaxkv.manager.prefix.keys import (
+    HashFunction,
+    Media,
+    as_tokens,
+    digest,
+    media_of_blocks,
+    root_of,
+)
+from jaxkv.manager.prefix.partial_index import PartialIndex
+from jaxkv.manager.prefix.radix_index import RadixIndex
+from jaxkv.manager.publish import Publisher
+from jaxkv.manager.records import Admission, Allocation, BlockInfo, Plan, Stats
+from jaxkv.manager.report import blocks_of, stats_of
+from jaxkv.manager.table import Origin, Rows, SequenceTable
+from jaxkv.manager.writes import Writes
+
+_INDEXES = {"hash": HashIndex, "radix": RadixIndex}
+_DEFAULT_ROOT = root_of(None, 0)
 
 
-class BlockManager(ManagerView):
+class BlockManager:
     """Block tables, reference counts, prefix cache and free blocks of one pool.
 
     Args:
@@ -38,7 +66,7 @@ class BlockManager(ManagerView):
       sliding_window: tokens that a query sees, itself included; blocks behind go back, and a prefix
         hit needs only the blocks that its next query sees. None: all.
       weight_version: part of every key, so that other weights never hit; see `set_weight_version`.
-      clock: seconds, monotonic.
+      clock: monotonic clock, seconds; everything of the manager that takes time runs on it.
       debug: `take_plan` verifies the whole bookkeeping each time.
       hash_function: of the block keys, to 16 bytes.
 
@@ -58,6 +86,72 @@ class BlockManager(ManagerView):
       [[2, 4]]
     """
 
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_seqs: int,
+        max_blocks_per_seq: int,
+        prefix_index: Literal["hash", "radix"] | None = "hash",
+        eviction: str = "lru",
+        copy_on_partial_reuse: bool = False,
+        watermark: float = 0.0,
+        sliding_window: int | None = None,
+        weight_version: int | str = 0,
+        clock: Callable[[], float] = time.monotonic,
+        debug: bool = False,
+        hash_function: HashFunction = digest,
+    ):
+        if num_blocks < 2 or min(block_size, max_seqs, max_blocks_per_seq) < 1:
+            raise ConfigError(
+                f"{num_blocks=} must be at least 2 (block 0 is the null block) and {block_size=}, "
+                f"{max_seqs=}, {max_blocks_per_seq=} positive"
+            )
+        if prefix_index is not None and prefix_index not in _INDEXES:
+            raise ConfigError(f"{prefix_index=} is not one of {', '.join(_INDEXES)} and None")
+        if not 0 <= watermark < 1 or (sliding_window is not None and sliding_window < 1):
+            raise ConfigError(
+                f"{watermark=} must be in [0, 1), {sliding_window=} at least 1 or None"
+            )
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
+        self.sliding_window = sliding_window
+        self.weight_version = weight_version
+        self.prefix_index = prefix_index
+        self.debug = debug
+        self._options = dict(
+            prefix_index=prefix_index, eviction=eviction, watermark=watermark,
+            copy_on_partial_reuse=copy_on_partial_reuse,
+        )  # fmt: skip
+        self._journal = journal = Journal(clock)
+        self._retention = Retention(make_policy(eviction, num_blocks), journal.now)
+        index = None
+        if prefix_index is not None:
+            index = functools.partial(_INDEXES[prefix_index], gaps=sliding_window is not None)
+        self._pool = pool = BlockPool(
+            num_blocks,
+            block_size,
+            index=index,
+            policy=self._retention,
+            partial=PartialIndex() if prefix_index and copy_on_partial_reuse else None,
+            window=sliding_window,
+            journal=journal,
+        )
+        journal.counts = pool.counts_of
+        self._table = table = SequenceTable(max_seqs, max_blocks_per_seq, block_size)
+        self._pins = Pins(pool)
+        self._limits = limits = Limits(pool, table, self._expire_pins)
+        self._writes = Writes(pool, table)
+        self._publisher = Publisher(pool, table, sliding_window, hash_function)
+        self._branching = Branching(pool, table, self._writes)
+        self._admission = AdmissionControl(
+            pool, table, limits, self._writes,
+            watermark_blocks=math.ceil(watermark * (num_blocks - 1)), hash_function=hash_function,
+        )  # fmt: skip
+        self._transfers: dict[int, list[int]] = {}  # blocks held by transfers in flight
+        self._transfer_numbers = itertools.count()
+
     @classmethod
     def for_config(cls, config: CacheConfig, **options: Any) -> Self:
         """The manager of a pool of this shape; options as in the constructor."""
@@ -68,6 +162,34 @@ class BlockManager(ManagerView):
             max_blocks_per_seq=config.max_blocks_per_seq,
             **options,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The constructor's arguments as plain data, without clock and hash function."""
+        return {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "max_seqs": self.max_seqs,
+            "max_blocks_per_seq": self.max_blocks_per_seq,
+            "sliding_window": self.sliding_window,
+            "weight_version": self.weight_version,
+            "debug": self.debug,
+            **self._options,
+        }
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The manager's clock, seconds."""
+        return self._journal.clock
+
+    # -- listeners ---------------------------------------------------------------------------
+
+    def subscribe(self, listener: events.Listener) -> None:
+        """Sends every event from now on to `listener`, within the call that causes it."""
+        self._journal.subscribe(listener)
+
+    def unsubscribe(self, listener: events.Listener) -> None:
+        """Ends a subscription."""
+        self._journal.unsubscribe(listener)
 
     # -- transitions -------------------------------------------------------------------------
 
@@ -83,6 +205,7 @@ class BlockManager(ManagerView):
         lookahead: int = 0,
         priority: int = 0,
         ttl: float | None = None,
+        keep_watermark: bool = False,
     ) -> Allocation:
         """Reserves a row, and blocks for `token_ids`: cached ones where there are. All or nothing.
 
@@ -98,6 +221,7 @@ class BlockManager(ManagerView):
           lookahead: slots to reserve past the prompt.
           priority: of its cached blocks against eviction; higher ones go later.
           ttl: seconds after which the priority ends; None: never.
+          keep_watermark: refuse where `can_allocate` says "later" because of the watermark.
 
         Raises:
           OutOfBlocksError: too few blocks, or no free row; nothing was changed.
@@ -113,52 +237,22 @@ class BlockManager(ManagerView):
                 f"sequence {seq_id!r}: {length} tokens and {lookahead=}; give at least one token "
                 "and no negative lookahead"
             )
-        self._limits.require_columns(seq_id, length + lookahead)
-        self._limits.require_row(self.blocks_for(length + lookahead))
         origin = self._origin(namespace, media)
         origin.priority = priority
-        origin.expires = None if ttl is None else self._now() + ttl
-        keys = self._keys(tokens, origin)
-        hits = self._pool.match(keys, 0 if skip_prefix_cache else (length - 1) // self.block_size)
-        gone = 0 if self.sliding_window is None else int(np.count_nonzero(hits == NULL_BLOCK))
-        seen = hits[gone:]
-        source, extra = (
-            (0, 0) if skip_prefix_cache else self._best_partial(keys, hits, tokens, length - 1)
-        )
-        needed = self.blocks_for(length + lookahead) - len(hits)
-        idle = self._limits.num_idle(seen)
-        if (
-            extra
-            and needed + idle + self._limits.num_idle(np.array([source])) > self._limits.available()
-        ):
-            source = extra = 0  # the copy's source is in the way: compute instead
-        self._limits.require_blocks(needed + idle, f"sequence {seq_id!r} of {length} tokens")
-        # Hits first, so that the blocks taken for the rest cannot be among them.
-        if len(seen):
-            self._pool.touch(seen, hit=True)
-            if priority or self._retention.keeps:
-                self._pool.keep(seen, priority, origin.expires, new=False)
-        if extra:
-            self._pool.hold([source])
-        new = self._pool.take(needed)
-        if extra:
-            self._pool.unhold([source])
-            self._sequences.copy(source, int(new[0]))
-        self._sequences.fill(new, tokens[len(hits) * self.block_size :])
-        row = self._table.open(seq_id, origin)
-        self._table.extend(row, np.concatenate([hits, new]) if len(hits) else new)
-        self._table.lengths[row] = length
-        self._table.dropped[row] = gone
-        self._table.computed[row] = cached = len(hits) * self.block_size + extra
-        self._table.published[row] = len(hits)
-        self._table.lookahead[row] = lookahead
-        self._sequences.refresh_next_slot(row)
-        if self._listeners:
+        origin.expires = None if ttl is None else self._journal.now() + ttl
+        count = self._admission.require(
+            seq_id, tokens, origin, lookahead=lookahead, skip_prefix_cache=skip_prefix_cache,
+            keep_watermark=keep_watermark,
+        )  # fmt: skip
+        row = self._admission.admit(seq_id, tokens, origin, count)
+        cached = count.match.num_tokens
+        if self._journal.listening:
             if cached:
-                self._emit(
-                    events.HIT, seq=seq_id, blocks=seen, num_tokens=cached, queried_tokens=length
-                )
-            self._emit(
+                self._journal.emit(
+                    events.HIT, seq=seq_id, blocks=count.match.seen, num_tokens=cached,
+                    queried_tokens=length,
+                )  # fmt: skip
+            self._journal.emit(
                 events.ALLOCATE, seq=seq_id, blocks=self._table.live_blocks(row),
                 num_tokens=length, num_cached_tokens=cached,
                 skip_prefix_cache=skip_prefix_cache,
@@ -172,7 +266,7 @@ class BlockManager(ManagerView):
         Raises:
           JaxkvError: more tokens than the sequence has left to compute.
         """
-        self._commit([self.row(seq_id)], [num_tokens])
+        self._publisher.commit([self.row(seq_id)], [num_tokens])
 
     @operation
     def commit_batch(
@@ -186,32 +280,12 @@ class BlockManager(ManagerView):
         selected = self._table.select(seq_ids)
         if len(num_tokens) != len(selected.rows):
             raise JaxkvError(f"{len(selected.rows)} sequences but {len(num_tokens)} counts")
-        self._commit(selected.rows, num_tokens)
-
-    def _commit(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
-        rows, counts = np.asarray(rows, np.int64), np.asarray(counts, np.int64)
-        table = self._table
-        before = table.computed[rows]
-        after = before + counts
-        wrong = (counts < 0) | (after > table.lengths[rows])
-        if np.count_nonzero(wrong):
-            i = int(wrong.argmax())
-            raise JaxkvError(
-                f"sequence {table.ids[rows[i]]!r}: cannot commit {counts[i]} tokens after "
-                f"{before[i]} of {table.lengths[rows[i]]}"
-            )
-        table.computed[rows] = after
-        full = table.split(after)[0] > table.split(before)[0]
-        if np.count_nonzero(full):
-            self._sequences.publish_all(rows[full])
-        if self.sliding_window is not None:
-            for row in rows.tolist():
-                self._sequences.drop_behind_window(row)
+        self._publisher.commit(selected.rows, num_tokens)
 
     @operation
     def append(self, seq_id: Hashable, token_id: int) -> None:
         """One more token: reserves its slot. See `append_batch`."""
-        self._sequences.append(self._table.select([seq_id]), as_tokens([token_id]), self._limits)
+        self._writes.append(self._table.select([seq_id]), as_tokens([token_id]), self._limits)
 
     @operation
     def append_batch(
@@ -236,12 +310,12 @@ class BlockManager(ManagerView):
         if counts is None:
             if len(token_ids) != len(selected.rows):
                 raise JaxkvError(f"{len(selected.rows)} sequences but {len(token_ids)} tokens")
-            self._sequences.append(selected, token_ids, self._limits)
+            self._writes.append(selected, token_ids, self._limits)
             return
         counts = self._slot_counts(selected, counts)
         if len(token_ids) != counts.sum():
             raise JaxkvError(f"counts of {counts.sum()} tokens but {len(token_ids)} tokens")
-        self._sequences.extend(selected, token_ids, counts, self._limits)
+        self._writes.extend(selected, token_ids, counts, self._limits)
 
     @operation
     def reserve(
@@ -262,7 +336,7 @@ class BlockManager(ManagerView):
         """
         table = self._table
         selected = table.select(seq_ids)
-        self._sequences.reserve(selected, self._slot_counts(selected, num_slots), self._limits)
+        self._writes.reserve(selected, self._slot_counts(selected, num_slots), self._limits)
         return table.used[selected.rows] * self.block_size - table.lengths[selected.rows]
 
     def _slot_counts(self, selected: Rows, counts: int | Sequence[int] | np.ndarray) -> np.ndarray:
@@ -286,7 +360,7 @@ class BlockManager(ManagerView):
         if child_id in self._table.rows:
             raise JaxkvError(f"sequence {child_id!r} is live already; free it first")
         self._limits.require_row(0)
-        self._sequences.fork(parent, child_id)
+        self._branching.fork(parent, child_id)
 
     @operation
     def reorder(self, seq_ids: Sequence[Hashable], parents: Sequence[int]) -> None:
@@ -300,7 +374,7 @@ class BlockManager(ManagerView):
         rows = self._table.select(seq_ids).rows.tolist()
         if len(parents) != len(rows) or any(not 0 <= p < len(rows) for p in parents):
             raise JaxkvError(f"parents {list(parents)} are not {len(rows)} indices below it")
-        self._sequences.reorder(rows, [rows[p] for p in parents])
+        self._branching.reorder(rows, [rows[p] for p in parents])
 
     @operation
     def truncate(self, seq_id: Hashable, length: int) -> None:
@@ -321,7 +395,7 @@ class BlockManager(ManagerView):
                 f"tokens, and at least {least} must stay, since the first {gone} are gone behind "
                 "the window"
             )
-        self._sequences.truncate(row, length)
+        self._branching.truncate(row, length)
 
     @operation
     def free(self, seq_id: Hashable) -> None:
@@ -332,8 +406,8 @@ class BlockManager(ManagerView):
         # Reverse order: the tail of a sequence is worth least to whoever shares its prefix.
         if len(blocks):
             self._pool.release(blocks)
-        if self._listeners:
-            self._emit(events.FREE, seq=seq_id, blocks=blocks)
+        if self._journal.listening:
+            self._journal.emit(events.FREE, seq=seq_id, blocks=blocks)
 
     @operation
     def pin(
@@ -344,11 +418,13 @@ class BlockManager(ManagerView):
 
         Pinning again renews. `ttl`: seconds after which the pin ends; None: until `unpin`.
         """
-        keys = self._keys(as_tokens(token_ids), self._origin(namespace, ()))
-        hits = self._pool.match(keys)
-        ends = None if ttl is None else self._now() + ttl
-        self._pins.set(keys, hits[hits != NULL_BLOCK].tolist(), ends)
-        return len(hits) * self.block_size
+        tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
+        whole = len(tokens) // self.block_size * self.block_size
+        match = self._admission.match(tokens[:whole], origin, end=whole)
+        ends = None if ttl is None else self._journal.now() + ttl
+        keys = self._admission.keys(tokens, origin)
+        self._pins.set(keys, match.seen.tolist(), ends)
+        return len(match.hits) * self.block_size
 
     @operation
     def unpin(self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None) -> None:
@@ -357,7 +433,47 @@ class BlockManager(ManagerView):
         Raises:
           JaxkvError: there is none of this prefix.
         """
-        self._pins.drop(self._keys(as_tokens(token_ids), self._origin(namespace, ())))
+        tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
+        self._pins.drop(self._admission.keys(tokens, origin))
+
+    @operation
+    def end_pins(self) -> None:
+        """Ends the pins whose time is over; every call does that by itself."""
+        self._pins.expire(self._journal.now())
+
+    @operation
+    def begin_transfer(self, blocks: Sequence[int]) -> int:
+        """Holds blocks while a copy of their content runs beside the steps.
+
+        Until `complete_transfer` they are neither evicted nor rewritten: a sequence that would
+        write into one gets a copy. (The copies of a plan need no such hold: they run before all
+        else in the step that takes the plan.)
+
+        Returns:
+          The transfer's number.
+
+        Raises:
+          JaxkvError: a block holds no content; nothing was changed.
+        """
+        blocks = list(blocks)
+        self._pool.require_content(blocks)
+        self._pool.hold(blocks, "transfer")
+        number = next(self._transfer_numbers)
+        self._transfers[number] = blocks
+        return number
+
+    @operation
+    def complete_transfer(self, transfer: int) -> None:
+        """Ends the holds of a transfer: its copy has run, or was given up.
+
+        Raises:
+          JaxkvError: no such transfer is in flight.
+        """
+        if transfer not in self._transfers:
+            raise JaxkvError(
+                f"transfer {transfer!r} is not in flight; {len(self._transfers)} transfers are"
+            )
+        self._pool.unhold(self._transfers.pop(transfer), "transfer")
 
     @operation
     def evict(self, blocks: Sequence[int]) -> None:
@@ -389,27 +505,122 @@ class BlockManager(ManagerView):
         self._pins.clear()
         self._pool.clear()
         for row in self._table.rows.values():
-            self._sequences.origin(row).publishes = False
-        if self._listeners:
-            self._emit(events.CLEARED)
+            self._table.origin(row).publishes = False
+        if self._journal.listening:
+            self._journal.emit(events.CLEARED)
         return True
 
     @operation
     def note(self, kind: str, seq_id: Hashable, detail: dict[str, Any]) -> None:
         """Puts an event of the caller's into the log, such as a preemption and its reason."""
-        if self._listeners:
-            self._emit(kind, seq=seq_id, **detail)
+        if self._journal.listening:
+            self._journal.emit(kind, seq=seq_id, **detail)
 
     @operation
     def take_plan(self) -> Plan:
         """Everything the device has not been told yet; the next call starts afresh."""
         cells, lengths = self._table.drain()
-        queued = self._sequences.copies
-        copies = np.array([(s, d) for d, s in queued.items()], np.int32).reshape(-1, 2)
-        # The device runs plans in order, and a plan's copies before all else: whatever is written
-        # to these blocks from now on is written after they were copied.
-        self._pool.unhold(copies.reshape(-1).tolist())
-        queued.clear()
+        copies = self._writes.take_copies()
         if self.debug:
             self.check()
         return Plan(copies=copies, cells=cells, lengths=lengths)
+
+    # -- questions ---------------------------------------------------------------------------
+
+    def row(self, seq_id: Hashable) -> int:
+        """The sequence's row in the block table."""
+        return self._table.row(seq_id)
+
+    def select(self, seq_ids: Sequence[Hashable]) -> Rows:
+        """Rows of several sequences, for calls that are repeated with the same ones.
+
+        Raises:
+          JaxkvError: a sequence named twice.
+        """
+        return self._table.select(seq_ids)
+
+    def length(self, seq_id: Hashable) -> int:
+        """Tokens of the sequence, KV written or not."""
+        return int(self._table.lengths[self.row(seq_id)])
+
+    def num_computed_tokens(self, seq_id: Hashable) -> int:
+        """Leading tokens whose KV is written."""
+        return int(self._table.computed[self.row(seq_id)])
+
+    def token_ids(self, seq_id: Hashable) -> np.ndarray:
+        """i32[n]: the sequence's tokens, without those behind a sliding window."""
+        row = self.row(seq_id)
+        first = self._table.dropped[row] * self.block_size
+        tokens = self._pool.tokens[self._table.live_blocks(row)].reshape(-1)
+        return tokens[: self._table.lengths[row] - first].copy()
+
+    def block_table(self, seq_id: Hashable) -> np.ndarray:
+        """i32[blocks of the sequence], a copy; null blocks behind a sliding window."""
+        row = self.row(seq_id)
+        return self._table.blocks[row, : self._table.used[row]].copy()
+
+    def locate(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and offsets of (row, position) pairs, i32[n] each. Positions are not checked."""
+        columns, offsets = self._table.split(positions)
+        flat = rows * self.max_blocks_per_seq + columns
+        return np.take(self._table.blocks, flat), offsets
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return ceil_div(num_tokens, self.block_size)
+
+    def lookup(
+        self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None,
+        media: Iterable[Media] = (),
+    ) -> int:  # fmt: skip
+        """How many leading tokens are cached. Changes nothing, not even their age."""
+        tokens = as_tokens(token_ids)
+        origin = self._origin(namespace, media)
+        return self._admission.match(tokens, origin, end=len(tokens)).num_tokens
+
+    def block_hashes(
+        self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None
+    ) -> list[bytes]:
+        """Chained hashes of the full blocks of a prompt: equal where the prefixes are."""
+        tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
+        return self._admission.keys(tokens, origin).hashes()
+
+    def can_allocate(
+        self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None,
+        media: Iterable[Media] = (), lookahead: int = 0,
+    ) -> Admission:  # fmt: skip
+        """Whether `allocate` would give these tokens their blocks now, later or never."""
+        self._expire_pins()
+        origin = self._origin(namespace, media)
+        return self._admission.verdict(as_tokens(token_ids), origin, lookahead)
+
+    def stats(self) -> Stats:
+        """Counts of blocks by use."""
+        self._expire_pins()
+        return stats_of(self._pool, self._table)
+
+    def blocks(self) -> Iterator[BlockInfo]:
+        """Every block but the null block."""
+        return blocks_of(self._pool, self._table)
+
+    def check(self) -> None:
+        """Verifies the whole bookkeeping.
+
+        Raises:
+          InvariantError: naming the block, the sequence and the counts.
+        """
+        check_manager(self._pool, self._table, self._pins, self._writes.copies, self._transfers)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _expire_pins(self) -> None:
+        """Ends the pins whose time is over. Questions do it too: it counts as an operation."""
+        if self._pins.due(self._journal.now()):
+            self.end_pins()
+
+    def _origin(self, namespace: Any, media: Iterable[Media]) -> Origin:
+        if namespace is None and self.weight_version == 0:
+            root = _DEFAULT_ROOT
+        else:
+            root = root_of(namespace, self.weight_version)
+        return Origin(namespace, root, media_of_blocks(media, self.block_size), [])

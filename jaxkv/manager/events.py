@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import IO, Any
 
-import numpy as np
+from jaxkv._util import to_plain
 
 STORED = "BlockStored"  # a block became findable
 REMOVED = "BlockRemoved"  # a block is findable no more
@@ -50,7 +50,7 @@ class Event:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(dataclasses.asdict(self), default=_plain)
+        return json.dumps(to_plain(self), default=_as_text)
 
 
 Listener = Callable[[Event], None]
@@ -81,16 +81,10 @@ def to_logging(logger: logging.Logger | None = None, level: int = logging.INFO) 
     )  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    """JSON for NumPy values and keys that are not text."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
+def _as_text(value: Any) -> Any:
+    """JSON for values that have no JSON form of their own."""
     if isinstance(value, bytes):
         return value.hex()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
     if isinstance(value, set | frozenset):
         return sorted(value)
     return str(value)

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.errors import InvariantError
 from jaxkv.manager.pins import Pins
-from jaxkv.manager.pool import BlockPool
+from jaxkv.manager.pool import BlockPool, HoldReason
 from jaxkv.manager.prefix.tree import GONE
 from jaxkv.manager.table import NULL_BLOCK, SequenceTable
 
 
 def check_manager(
-    pool: BlockPool, table: SequenceTable, pins: Pins, copies: Mapping[int, int]
+    pool: BlockPool,
+    table: SequenceTable,
+    pins: Pins,
+    copies: Mapping[int, int],
+    transfers: Mapping[int, list[int]],
 ) -> None:
     """Raises InvariantError, naming block, sequence and counts, unless everything agrees."""
     _check_rows(pool, table)
     _check_counts(pool, table)
-    holds = Counter({b: 1 for b in copies}) + Counter(copies.values()) + Counter(pins.held())
-    if dict(holds) != pool.holds:
-        raise InvariantError(f"blocks are held {pool.holds}, by pins and copies {dict(holds)}")
+    _check_holds(pool, pins, copies, transfers)
     _check_places(pool, table)
     _check_index(pool)
+
+
+def _check_holds(
+    pool: BlockPool, pins: Pins, copies: Mapping[int, int], transfers: Mapping[int, list[int]]
+) -> None:
+    holders: dict[HoldReason, Counter[int]] = {
+        "copy": Counter(copies.keys()) + Counter(copies.values()),
+        "pin": Counter(pins.held()),
+        "transfer": Counter(itertools.chain.from_iterable(transfers.values())),
+    }
+    for reason, expected in holders.items():
+        if dict(expected) != pool.held_for[reason]:
+            raise InvariantError(
+                f"holds by {reason}: the pool counts {pool.held_for[reason]}, their owners "
+                f"{dict(expected)}"
+            )
+    kept = holders["pin"] + holders["transfer"]
+    if (dict(kept + holders["copy"]), dict(kept)) != (pool.holds, pool.kept):
+        raise InvariantError(
+            f"blocks are held {pool.holds} and kept {pool.kept}; by reasons {dict(kept)} and "
+            f"copies {dict(holders['copy'])}"
+        )
 
 
 def _owners(table: SequenceTable, block: int) -> list[Hashable]:
@@ -46,7 +72,7 @@ def _check_rows(pool: BlockPool, table: SequenceTable) -> None:
                 f"sequence {seq_id!r}: null block inside, or block outside, columns {dropped} to "
                 f"{used}: {blocks.tolist()}"
             )
-        needed = -(-length // size)
+        needed = ceil_div(length, size)
         if not needed <= used <= -(-(length + int(table.lookahead[row])) // size) or dropped > used:
             raise InvariantError(
                 f"sequence {seq_id!r}: {length} tokens and {table.lookahead[row]} lookahead slots "

@@ -1,99 +1,103 @@
-"""Public calls as events: what was asked and what came of it, for logs that can be run again."""
+"""The event journal of a block manager: listeners, the operations' clock, calls as events.
+
+A recorded call is an event of its own, after the events of its effects, so that a log can be run
+again.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Protocol
 
-import numpy as np
-
+from jaxkv._util import to_plain
 from jaxkv.errors import JaxkvError
 from jaxkv.manager import events
 
+Counts = Callable[[tuple[int, ...]], tuple[tuple[int, ...], int]]
 
-class Observed:
-    """Listeners, and events with the time and counts that they need.
 
-    A subclass sets `clock` and gives `_ref_counts_of` and `_free_count`.
+class Journal:
+    """Listeners of one manager, and the time of its events.
+
+    Args:
+      clock: monotonic clock, seconds.
+
+    Attributes:
+      counts: returns the ref counts of given blocks and the number of available blocks; set by the
+        manager once its pool exists.
+      listening: whether anything is subscribed. Callers skip building an event when it is False.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]):
         self.clock = clock
-        self._time: float | None = None  # of the operation that is being recorded
+        self.counts: Counts = lambda blocks: ((0,) * len(blocks), 0)
+        self.listening = False
+        self._time: float | None = None  # time of the operation that is being recorded
         self._listeners: list[events.Listener] = []
 
     def subscribe(self, listener: events.Listener) -> None:
-        """Tells `listener` every event from now on, within the call that causes it."""
+        """Adds a listener."""
         self._listeners.append(listener)
-        self._listening_changed(True)
+        self.listening = True
 
     def unsubscribe(self, listener: events.Listener) -> None:
-        """Ends a subscription."""
+        """Removes a listener."""
         self._listeners.remove(listener)
-        self._listening_changed(bool(self._listeners))
+        self.listening = bool(self._listeners)
 
-    def _now(self) -> float:
-        """The clock; within a recorded operation it stands still, so that it can be run again."""
+    def now(self) -> float:
+        """The clock. It stands still within a recorded operation, so that a log replays exactly."""
         return self.clock() if self._time is None else self._time
 
-    def _listening_changed(self, listening: bool) -> None:
-        raise NotImplementedError
-
-    def _ref_counts_of(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def _free_count(self) -> int:
-        raise NotImplementedError
-
-    def _emit(self, kind: str, *, seq: Any = None, blocks: Any = (), **detail: Any) -> None:
+    def emit(self, kind: str, *, seq: Any = None, blocks: Any = (), **detail: Any) -> None:
+        """Sends an event to all listeners."""
         blocks = tuple(int(b) for b in blocks)
-        event = events.Event(
-            kind, self._now(), seq, blocks, self._ref_counts_of(blocks), self._free_count(), detail
-        )
+        ref_counts, num_available = self.counts(blocks)
+        event = events.Event(kind, self.now(), seq, blocks, ref_counts, num_available, detail)
         for listener in list(self._listeners):
             listener(event)
 
-
-def operation[Method: Callable[..., Any]](method: Method) -> Method:
-    """A public call that changes the manager: an event of it follows those of its effects."""
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._listeners:
-            return method(self, *args, **kwargs)
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments["self"]
-        detail: dict[str, Any] = {"name": method.__name__, "arguments": _plain(arguments)}
-        outermost, self._time = self._time is None, self._now()
+    def record[Result](
+        self, name: str, arguments: dict[str, Any], run: Callable[[], Result]
+    ) -> Result:
+        """Runs a call and emits it as an operation, with its result or its error."""
+        detail: dict[str, Any] = {"name": name, "arguments": to_plain(arguments)}
+        outermost, self._time = self._time is None, self.now()
         try:
-            result = method(self, *args, **kwargs)
+            result = run()
         except JaxkvError as error:
-            self._emit(events.OPERATION, **detail, error=f"{type(error).__name__}: {error}")
+            self.emit(events.OPERATION, **detail, error=f"{type(error).__name__}: {error}")
             raise
         else:
-            self._emit(events.OPERATION, **detail, result=_plain(result))
+            self.emit(events.OPERATION, **detail, result=to_plain(result))
             return result
         finally:
             if outermost:
                 self._time = None
 
-    return call  # type: ignore[return-value]
+
+class HasJournal(Protocol):
+    """An object whose calls can be recorded."""
+
+    _journal: Journal
 
 
-def _plain(value: Any) -> Any:
-    """Lists, numbers and text of arguments and results, as JSON will have them."""
-    if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items()}
-    if hasattr(value, "seq_ids"):  # Rows
-        return list(value.seq_ids)
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, list | tuple | range):
-        return [_plain(x) for x in value]
-    return value
+def operation[Owner: HasJournal, **Params, Result](
+    method: Callable[Concatenate[Owner, Params], Result],
+) -> Callable[Concatenate[Owner, Params], Result]:
+    """Marks a public call that changes the manager; it is recorded while anything listens."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(self: Owner, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if not self._journal.listening:
+            return method(self, *args, **kwargs)
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        return self._journal.record(
+            method.__name__, arguments, lambda: method(self, *args, **kwargs)
+        )
+
+    return call

@@ -28,12 +28,22 @@ class Limits:
         holds = self._pool.holds
         return len(idle) - sum(b in holds for b in idle.tolist()) if holds else len(idle)
 
-    def require_blocks(self, needed: int, what: str) -> None:
-        """Raises OutOfBlocksError unless `needed` blocks are available."""
+    def longest(self, kept_back: int = 0) -> int:
+        """Blocks of the longest sequence that ever fits."""
+        return min(self._table.max_blocks_per_seq, self._pool.num_blocks - 1 - kept_back)
+
+    def require_blocks(self, needed: int, what: str, *, kept_back: int = 0) -> None:
+        """Raises OutOfBlocksError unless `needed` blocks are available.
+
+        Args:
+          kept_back: available blocks that must be left.
+        """
+        wanted = needed + kept_back
         # Pins that are over are worth a look only when blocks are short.
-        if needed <= self._pool.num_available or needed <= (available := self.available()):
+        if wanted <= self._pool.num_available or wanted <= (available := self.available()):
             return
         pool, size = self._pool, self._pool.block_size
+        available = max(0, available - kept_back)
         raise OutOfBlocksError(
             f"{what} needs {needed} blocks of {size} tokens, but {available} of "
             f"{pool.num_blocks - 1} are free ({pool.num_cached} cached; the longest sequence that "
@@ -45,7 +55,7 @@ class Limits:
     def require_columns(self, seq_id: Hashable, length: int) -> None:
         """Raises JaxkvError if a sequence of this length never fits."""
         pool, width = self._pool, self._table.max_blocks_per_seq
-        longest = min(width, pool.num_blocks - 1) * pool.block_size
+        longest = self.longest() * pool.block_size
         if length > longest:
             raise JaxkvError(
                 f"sequence {seq_id!r} of {length} tokens never fits: the longest is {longest} "

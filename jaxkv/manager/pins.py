@@ -17,11 +17,6 @@ class Pins:
         self._pins: dict[bytes, tuple[list[int], float | None]] = {}
         self._ends: list[tuple[float, bytes]] = []  # heap
 
-    @property
-    def num_blocks(self) -> int:
-        """Distinct pinned blocks."""
-        return len(self._pool.pins)
-
     def held(self) -> list[int]:
         """Blocks of all pins, each as often as it is pinned."""
         return [block for blocks, _ in self._pins.values() for block in blocks]
@@ -29,9 +24,9 @@ class Pins:
     def set(self, keys: BlockKeys, blocks: list[int], expires: float | None) -> None:
         """Pins the blocks that hold the leading part of `keys`; replaces a pin of the same."""
         name = _name(keys)
-        self._pool.pin(blocks)
+        self._pool.hold(blocks, "pin")
         if name in self._pins:
-            self._pool.unpin(self._pins[name][0])
+            self._pool.unhold(self._pins[name][0], "pin")
         self._pins[name] = list(blocks), expires
         if expires is not None:
             heapq.heappush(self._ends, (expires, name))
@@ -51,7 +46,7 @@ class Pins:
                 f"no pin of these {keys.tokens.size} tokens; {len(self._pins)} prefixes are pinned"
             )
         blocks, _ = self._pins.pop(name)
-        self._pool.unpin(blocks[::-1])
+        self._pool.unhold(blocks[::-1], "pin")
 
     def due(self, now: float) -> bool:
         """Whether the time of some pin may be over."""
@@ -63,12 +58,12 @@ class Pins:
             end, name = heapq.heappop(self._ends)
             if name in self._pins and self._pins[name][1] == end:
                 blocks, _ = self._pins.pop(name)
-                self._pool.unpin(blocks[::-1])
+                self._pool.unhold(blocks[::-1], "pin")
 
     def clear(self) -> None:
         """Ends all pins."""
         for blocks, _ in self._pins.values():
-            self._pool.unpin(blocks[::-1])
+            self._pool.unhold(blocks[::-1], "pin")
         self._pins.clear()
         self._ends.clear()
 

@@ -8,7 +8,7 @@ be compared, hashed and forked without asking the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from jaxkv.errors import JaxkvError
 from jaxkv.manager import events
 from jaxkv.manager.eviction.policies import NONE
 from jaxkv.manager.eviction.retention import Retention
-from jaxkv.manager.prefix.hash_index import HashIndex, PrefixIndex
+from jaxkv.manager.journal import Journal
+from jaxkv.manager.prefix.base import PrefixIndex
 from jaxkv.manager.prefix.keys import BlockKeys
 from jaxkv.manager.prefix.partial_index import PartialIndex
 from jaxkv.manager.prefix.tree import GONE, ROOT, BlockTree
 from jaxkv.manager.prefix.window import longest_hit
 
-Emit = Callable[..., None]
+HoldReason = Literal["copy", "pin", "transfer"]
 _ONE = np.ones((), np.int32)  # NumPy takes longer over a Python integer
 
 
@@ -45,8 +46,7 @@ class BlockPool:
       policy: chooses which cached block goes when the free ones are used up.
       partial: finds the best partly matching block; None: whole blocks only.
       window: tokens that a query sees; None: all. With one, blocks are found without those before.
-      clock: seconds, monotonic.
-      emit: told what happens, if anybody listens; see `listening`.
+      journal: clock, and the receiver of events.
     """
 
     def __init__(
@@ -58,15 +58,13 @@ class BlockPool:
         policy: Retention,
         partial: PartialIndex | None,
         window: int | None,
-        clock: Callable[[], float],
-        emit: Emit,
+        journal: Journal,
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.policy, self.partial, self.clock = policy, partial, clock
+        self.policy, self.partial = policy, partial
         self._window = window
         self.leaf_first = window is None  # no block outlives its parent's content
-        self.listening = False
-        self._emit = emit
+        self._journal = journal
         self.ref_counts = np.zeros(num_blocks, np.int32)  # table entries that name the block
         self.tokens = np.zeros((num_blocks, block_size), "<i4")
         self.indexed = np.zeros(num_blocks, bool)  # a lookup would find it
@@ -76,8 +74,11 @@ class BlockPool:
         self.stored_at = np.zeros(num_blocks)
         self.last_access = np.full(num_blocks, np.nan)
         self.access_counts = np.zeros(num_blocks, np.int64)
-        self.holds: dict[int, int] = {}  # references that no table has: copies under way, pins
-        self.pins: dict[int, int] = {}  # those of them that keep the content for later
+        # References beside those of the tables, by block: in all, by reason, and those that keep
+        # the content from being rewritten (a queued copy need not: it runs before later writes).
+        self.holds: dict[int, int] = {}
+        self.held_for: dict[HoldReason, dict[int, int]] = {"copy": {}, "pin": {}, "transfer": {}}
+        self.kept: dict[int, int] = {}
         # A stack: what was freed last is taken first, and is most likely still in a cache.
         self._free = np.arange(num_blocks - 1, -1, -1)
         self._num_free = num_blocks - 1
@@ -99,6 +100,10 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `take` could give: free ones and cached ones that nobody holds."""
         return self._num_free + self.num_cached - self.num_held_idle
+
+    def counts_of(self, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """Ref counts of these blocks, and the number of available blocks, for events."""
+        return tuple(self.ref_counts[list(blocks)].tolist()), self.num_available
 
     def free_blocks(self) -> np.ndarray:
         """i64, the free blocks, next to be taken last."""
@@ -133,7 +138,7 @@ class BlockPool:
             if len(idle):
                 self._leave_cache(idle)
         if hit:
-            now = self.clock()
+            now = self._journal.now()
             self.policy.hit(blocks, now)
             self.last_access[blocks] = now
             self.access_counts[blocks] += 1
@@ -184,40 +189,33 @@ class BlockPool:
                 self._waiting.pop(block, None)
                 self._next_victims.pop(block, None)
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Keeps blocks as they are without a table entry: copies under way, pins."""
+    def hold(self, blocks: Iterable[int], reason: HoldReason) -> None:
+        """Keeps blocks as they are without a table entry, until `unhold` with the same reason."""
         for block in blocks:
-            if self.holds.get(block, 0) == 0 and self.ref_counts[block] == 0:
+            if block not in self.holds and self.ref_counts[block] == 0:
                 self._leave_cache(np.array([block]))
                 self.num_cached += 1
                 self.num_held_idle += 1
-            self.holds[block] = self.holds.get(block, 0) + 1
+            for counts in self._counts(reason):
+                counts[block] = counts.get(block, 0) + 1
 
-    def unhold(self, blocks: Iterable[int]) -> None:
+    def unhold(self, blocks: Iterable[int], reason: HoldReason) -> None:
         """Ends holds."""
         for block in blocks:
-            self.holds[block] -= 1
-            if self.holds[block] == 0:
-                del self.holds[block]
-                if self.ref_counts[block] == 0:
-                    if self.indexed[block]:
-                        self.num_cached -= 1
-                        self.num_held_idle -= 1
-                    self._retire(np.array([block]))
+            for counts in self._counts(reason):
+                counts[block] -= 1
+                if counts[block] == 0:
+                    del counts[block]
+            if block not in self.holds and self.ref_counts[block] == 0:
+                if self.indexed[block]:
+                    self.num_cached -= 1
+                    self.num_held_idle -= 1
+                self._retire(np.array([block]))
 
-    def pin(self, blocks: Iterable[int]) -> None:
-        """Holds cached content for whoever may ask for it."""
-        for block in blocks:
-            self.pins[block] = self.pins.get(block, 0) + 1
-        self.hold(blocks)
-
-    def unpin(self, blocks: Iterable[int]) -> None:
-        """Ends pins."""
-        for block in blocks:
-            self.pins[block] -= 1
-            if self.pins[block] == 0:
-                del self.pins[block]
-        self.unhold(blocks)
+    def _counts(self, reason: HoldReason) -> tuple[dict[int, int], ...]:
+        if reason == "copy":
+            return self.holds, self.held_for["copy"]
+        return self.holds, self.held_for[reason], self.kept
 
     # -- contents ----------------------------------------------------------------------------
 
@@ -274,10 +272,10 @@ class BlockPool:
         if self.partial is not None:
             for i, block in enumerate(blocks.tolist()):
                 self.partial.add(keys, start + i, parent if i == 0 else int(blocks[i - 1]), block)
-        if self.listening:
+        if self._journal.listening:
             previous = self.hashes[parent] if parent != ROOT else None
             for block, key, row in zip(blocks.tolist(), hashes, self.tokens[blocks], strict=True):
-                self._emit(
+                self._journal.emit(
                     events.STORED, blocks=(block,), hash=key.hex(),
                     parent_hash=previous.hex() if previous else None,
                     token_ids=row.tolist(), namespace=namespace,
@@ -285,7 +283,7 @@ class BlockPool:
                 previous = key
 
     def _store(self, blocks: np.ndarray, hashes: list[bytes]) -> None:
-        now = self.clock()
+        now = self._journal.now()
         self.indexed[blocks] = True
         for block, key in zip(blocks.tolist(), hashes, strict=True):
             self.hashes[block] = key
@@ -293,16 +291,17 @@ class BlockPool:
         self.access_counts[blocks] = 0
         self.policy.stored(blocks, hashes, now)
 
-    def leaf_index(self) -> HashIndex | None:
-        """The index, if `publish_leaves` can take the place of `publish`."""
-        plain = self.leaf_first and self.partial is None and not self.listening
-        return self.index if plain and isinstance(self.index, HashIndex) else None
+    @property
+    def publishes_leaves(self) -> bool:
+        """Whether `publish_leaves` can take the place of `publish`."""
+        if self.index is None or self.partial is not None or self._journal.listening:
+            return False
+        return self.leaf_first and self.index.adds_leaves
 
     def publish_leaves(self, parents: np.ndarray, blocks: np.ndarray, hashes: list[bytes]) -> None:
         """`publish` of one block below each of these parents, whose hashes are not in the index."""
-        index = self.leaf_index()
-        assert index is not None
-        index.add_leaves(hashes, blocks.tolist())
+        assert self.index is not None
+        self.index.add_leaves(hashes, blocks.tolist())
         self.tree.add_leaves(blocks, parents)
         self._store(blocks, hashes)
 
@@ -331,8 +330,10 @@ class BlockPool:
         block_hash, self.hashes[block] = self.hashes[block], b""
         self.indexed[block] = False
         self.policy.removed(block, block_hash)
-        if self.listening:
-            self._emit(events.REMOVED, blocks=(block,), hash=block_hash.hex(), reason=reason)
+        if self._journal.listening:
+            self._journal.emit(
+                events.REMOVED, blocks=(block,), hash=block_hash.hex(), reason=reason
+            )
 
     def clear(self) -> int:
         """Nothing is found any more; returns how many blocks were."""
@@ -362,15 +363,15 @@ class BlockPool:
 
     def copied(self, source: int, destination: int) -> None:
         """A copy was queued: for the log."""
-        if self.listening:
-            self._emit(events.COPY, blocks=(source, destination))
+        if self._journal.listening:
+            self._journal.emit(events.COPY, blocks=(source, destination))
 
     # -- eviction ----------------------------------------------------------------------------
 
     def _evict_one(self) -> None:
         """Makes one cached block free: the policy's choice, the deepest of a prefix first."""
         block = self._victim()
-        now = self.clock()
+        now = self._journal.now()
         age, idle = now - self.stored_at.item(block), now - self.last_access.item(block)
         if self.leaf_first and self.tree.has_children(block):
             self.withdraw(block, "evicted")
@@ -379,8 +380,8 @@ class BlockPool:
             self.num_cached -= 1
             self._free[self._num_free] = block
             self._num_free += 1
-        if self.listening:
-            self._emit(events.EVICT, blocks=(block,), age=age, idle=idle)
+        if self._journal.listening:
+            self._journal.emit(events.EVICT, blocks=(block,), age=age, idle=idle)
 
     def _victim(self) -> int:
         if self._next_victims:
@@ -399,6 +400,18 @@ class BlockPool:
 
     def _is_idle(self, block: int) -> bool:
         return bool(self.indexed[block]) and not self.ref_counts[block] and block not in self.holds
+
+    def require_content(self, blocks: Iterable[int]) -> None:
+        """Raises JaxkvError unless a sequence references each block, or a lookup finds it."""
+        for block in blocks:
+            if not 0 < block < self.num_blocks:
+                raise JaxkvError(
+                    f"block {block} is not one of the blocks 1 to {self.num_blocks - 1}"
+                )
+            if not (self.ref_counts[block] or self.indexed[block]):
+                raise JaxkvError(
+                    f"block {block} holds no content: no sequence has it, none finds it"
+                )
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Drops given cached blocks, and what only they lead to.

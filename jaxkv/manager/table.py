@@ -34,6 +34,10 @@ class Rows:
     index: np.ndarray | slice
     version: int
 
+    def to_plain(self) -> list[Hashable]:
+        """The sequences' ids, for logs."""
+        return list(self.seq_ids)
+
 
 @dataclasses.dataclass
 class Origin:
@@ -105,6 +109,12 @@ class SequenceTable:
                 f"no live sequence {seq_id!r}; {len(self.rows)} are live"
             ) from None
 
+    def origin(self, row: int) -> Origin:
+        """Origin of a live row's keys."""
+        origin = self.origins[row]
+        assert origin is not None
+        return origin
+
     def select(self, seq_ids: Sequence[Hashable] | Rows) -> Rows:
         """Rows of distinct live sequences.
 
@@ -148,6 +158,26 @@ class SequenceTable:
         self.version += 1
         self._dirty_rows.add(row)
         self._free_rows.append(row)
+
+    # -- the write cursor: the slot of a row's next token, if the row may write one ---------------
+
+    def set_cursor(self, rows: np.ndarray | int, blocks: np.ndarray | int,
+                   offsets: np.ndarray | int) -> None:  # fmt: skip
+        """The next tokens of these rows go into these blocks, which only they write."""
+        first = blocks * self.block_size
+        self.next_slot[rows] = first + offsets
+        self.slot_end[rows] = first + self.block_size
+
+    def clear_cursor(self, rows: np.ndarray | list[int] | int) -> None:
+        """These rows have no slot that they may write."""
+        self.slot_end[rows] = 0
+
+    def advance_cursor(self, at: np.ndarray | slice, slots: np.ndarray) -> None:
+        """One token was written into each of `slots`, the rows' next ones (changed in place)."""
+        slots += 1
+        if slots.base is None:  # not a view of the column
+            self.next_slot[at] = slots
+        self.lengths[at] += 1
 
     def live_blocks(self, row: int) -> np.ndarray:
         """i32, the blocks of a row without the null ones; a view."""

@@ -57,7 +57,7 @@ def record(manager: BlockManager, file: IO[str]) -> Listener:
     """
     if manager.stats().peak_active:
         raise ReplayError("record a manager from its start: this one has been used")
-    header = {"format": FORMAT, "version": VERSION, "config": manager.config_dict()}
+    header = {"format": FORMAT, "version": VERSION, "config": manager.to_dict()}
     print(json.dumps(header), file=file)
 
     def listener(event: Event) -> None:
@@ -113,7 +113,7 @@ class ReplayReport:
     difference: Difference | None = None
     note: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return dataclasses.asdict(self) | {"same": self.difference is None}
 

@@ -1,6 +1,6 @@
 """Counters, gauges and histograms of a block manager, kept from its events.
 
-For programs (`Metrics.as_dict`) and for Prometheus (`Metrics.prometheus`). An event costs time in
+For programs (`Metrics.to_dict`) and for Prometheus (`Metrics.prometheus`). An event costs time in
 proportion to the blocks that it names; memory is 8 bytes a block and 1000 requests. Host code:
 imports no JAX. Like the manager, of the thread that runs the step loop.
 """
@@ -23,7 +23,7 @@ RECENT_REQUESTS = 1000  # over which the recent hit rate goes
 # 1 ms to 14 h in steps of 1, 2, 5: from a block reused within a step to one kept over night.
 SECONDS_BUCKETS = tuple(m * 10.0**e for e in range(-3, 5) for m in (1, 2, 5))
 
-_FAMILIES = {  # key of `as_dict`: kind and help in the exposition
+_FAMILIES = {  # key of `to_dict`: kind and help in the exposition
     "kv_cache_usage": (
         "gauge",
         "Share of the usable blocks: active (a sequence references them), cached (only a prefix "
@@ -69,7 +69,7 @@ class Histogram:
     Example:
       >>> histogram = Histogram((1.0, 10.0))
       >>> histogram.observe([0.5, 1.0, 3.0, 99.0])
-      >>> histogram.as_dict()
+      >>> histogram.to_dict()
       {'buckets': {'1': 2, '10': 3, '+Inf': 4}, 'sum': 103.5, 'count': 4}
     """
 
@@ -84,7 +84,7 @@ class Histogram:
         np.add.at(self._counts, np.searchsorted(self._bounds, values), 1)
         self._sum += float(values.sum())
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Cumulative counts by upper bound, the sum of the values and how many there were."""
         cumulative = self._counts.cumsum().tolist()
         bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
@@ -112,7 +112,7 @@ class Metrics:
       >>> manager.commit("a", 5)
       >>> manager.allocate("b", [1, 2, 3, 4, 6]).num_cached_tokens
       4
-      >>> values = metrics.as_dict()
+      >>> values = metrics.to_dict()
       >>> values["prefix_cache_queries"], values["prefix_cache_hits"]
       (10, 4)
       >>> values["kv_cache_blocks"], values["internal_fragmentation_slots"]
@@ -130,7 +130,7 @@ class Metrics:
         self._last_use = np.full(manager.num_blocks, np.nan)  # f64[num_blocks] seconds
         self._recent: deque[tuple[int, int]] = deque()  # queries and hits of a request
         self._recent_queries = self._recent_hits = 0
-        self._looks_up = manager.config_dict()["prefix_index"] is not None
+        self._looks_up = manager.to_dict()["prefix_index"] is not None
         self._handlers = {
             events.STORED: self._used,
             events.FREE: self._used,
@@ -146,7 +146,7 @@ class Metrics:
         """Stops listening. The counts stay readable."""
         self._manager.unsubscribe(self._on_event)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All values as plain data: shares and rates from 0 to 1, times in seconds."""
         stats = self._manager.stats()
         blocks = {"active": stats.active, "cached": stats.cached, "free": stats.free}
@@ -161,9 +161,9 @@ class Metrics:
                 counts["prefix_cache_hits"], counts["prefix_cache_queries"]
             ),
             "prefix_cache_hit_rate_recent": _rate(self._recent_hits, self._recent_queries),
-            "block_lifetime_seconds": self._lifetime.as_dict(),
-            "block_idle_before_evict_seconds": self._idle.as_dict(),
-            "block_reuse_gap_seconds": self._reuse_gap.as_dict(),
+            "block_lifetime_seconds": self._lifetime.to_dict(),
+            "block_idle_before_evict_seconds": self._idle.to_dict(),
+            "block_reuse_gap_seconds": self._reuse_gap.to_dict(),
         }
         return {name: values[name] for name in _FAMILIES}
 
@@ -184,7 +184,7 @@ class Metrics:
                     "__ in front, and neither 'le' nor 'state'"
                 )
         lines: list[str] = []
-        for name, value in self.as_dict().items():
+        for name, value in self.to_dict().items():
             kind, text = _FAMILIES[name]
             name = f"jaxkv_{name}_total" if kind == "counter" else f"jaxkv_{name}"
             lines += [f"# HELP {name} {_escape(text)}", f"# TYPE {name} {kind}"]

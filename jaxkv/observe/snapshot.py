@@ -114,7 +114,7 @@ class Snapshot:
 
 def take_snapshot(manager: BlockManager) -> Snapshot:
     """The manager's blocks, stats and configuration now."""
-    return Snapshot(tuple(manager.blocks()), manager.stats(), manager.config_dict())
+    return Snapshot(tuple(manager.blocks()), manager.stats(), manager.to_dict())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class SnapshotDiff:
     moved: tuple[tuple[BlockInfo, BlockInfo], ...]
     ref_changes: tuple[tuple[BlockInfo, BlockInfo], ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data; pairs as {"before", "after"}."""
 
         def pairs(changes: Iterable[tuple[BlockInfo, BlockInfo]]) -> list[dict[str, Any]]:

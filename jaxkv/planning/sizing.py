@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.config import CacheConfig, ModelShape
 from jaxkv.errors import ConfigError
 
@@ -248,7 +249,7 @@ def suggest_block_size(
         config = CacheConfig.for_model(
             model, num_blocks=2, max_len=max_len, block_size=block_size, dtype=dtype
         )
-        pages = -(-tokens // block_size)
+        pages = ceil_div(tokens, block_size)
         empty_slots = float((pages * block_size - tokens).mean())
         copies = float(pages.mean()) * copies_per_page
         costs.append(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.errors import ConfigError
 from jaxkv.studies.traces import Trace, load_trace
 
@@ -37,7 +38,7 @@ def belady_hit_rate(trace: Trace | str | Path, num_blocks: int, block_size: int 
     if num_blocks < 1 or block_size < 1:
         raise ConfigError(f"{num_blocks=} and {block_size=} must be positive")
     trace = trace if isinstance(trace, Trace) else load_trace(trace)
-    total = int((-(-trace.input_tokens // block_size)).sum())
+    total = int((ceil_div(trace.input_tokens, block_size)).sum())
     return _most_hits(prefix_keys(trace, block_size), num_blocks) / total if total else 0.0
 
 
@@ -53,14 +54,14 @@ def prefix_keys(trace: Trace, block_size: int) -> np.ndarray:
     keys = []
     for request, tokens in enumerate(trace.input_tokens.tolist()):
         ids = trace.ids(request).tolist()
-        shared = min(-(-tokens // block_size), len(ids) * per_id // block_size)
+        shared = min(ceil_div(tokens, block_size), len(ids) * per_id // block_size)
         if whole:  # a node of the prefix tree for each id, split into parts below
             chain = _chain(ids, numbers)
             split = np.repeat(np.array(chain, np.int64) * parts, parts)
             keys.append((split + np.tile(np.arange(parts), len(chain)))[:shared])
         else:
             starts = range(0, shared * block_size, block_size)
-            inside = [tuple(ids[s // per_id : -(-(s + block_size) // per_id)]) for s in starts]
+            inside = [tuple(ids[s // per_id : ceil_div((s + block_size), per_id)]) for s in starts]
             keys.append(np.array(_chain(inside, numbers), np.int64))
     return np.concatenate(keys)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.errors import ConfigError
 from jaxkv.progress_bar import progress_bar
 from jaxkv.studies.belady import belady_hit_rate
@@ -139,7 +140,7 @@ def _result(replay: Replay, bound: float | None) -> SimulationResult:
     trace, size, line = replay.trace, replay.block_size, replay.timeline()
     slots, reserved = line.active.sum() * size, line.seqs.sum() * trace.max_len
     peak_seqs = int(line.seqs.max(initial=0))
-    longest = -(-trace.max_len // size)
+    longest = ceil_div(trace.max_len, size)
     blocks, hits = int(replay.request_blocks.sum()), int(replay.request_hits.sum())
     return SimulationResult(
         trace=trace.name,

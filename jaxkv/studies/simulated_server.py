@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.errors import ConfigError, OutOfBlocksError
 from jaxkv.manager.block_manager import BlockManager
 from jaxkv.studies.traces import Trace
@@ -83,7 +84,7 @@ class Replay:
         self.prefix_index: Literal["hash", "radix"] | None = prefix_index
         longest = trace.max_len if service else int(trace.input_tokens.max())
         self.rows = service.concurrency if service else 1
-        self.columns = min(-(-longest // block_size), num_blocks)
+        self.columns = min(ceil_div(longest, block_size), num_blocks)
         extra = 0 if service else 1  # the token that makes the last prompt block findable
         self.now = 0.0
         self.manager = BlockManager(
@@ -95,7 +96,7 @@ class Replay:
             eviction=policy,
             clock=lambda: self.now,
         )
-        self.request_blocks = -(-trace.input_tokens // block_size)
+        self.request_blocks = ceil_div(trace.input_tokens, block_size)
         self.request_hits = np.zeros(len(trace), np.int64)
         self.length = trace.input_tokens.copy()  # tokens of each request so far
         self.cached = np.full(len(trace), -1)  # of them, found when it entered

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from jaxkv._util import ceil_div
 from jaxkv.errors import JaxkvError
 
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens that one hash id stands for
@@ -94,7 +95,7 @@ class Trace:
             ("a count of tokens is negative", (inputs < 0) | (outputs < 0)),
             (
                 f"more hash ids than the prompt has blocks of {tokens_per_id} tokens",
-                counts > -(-inputs // tokens_per_id),
+                counts > ceil_div(inputs, tokens_per_id),
             ),
         ):
             if bad.any():
@@ -222,7 +223,7 @@ def _load_json_lines(path: Path, name: str, lines: list[str]) -> Trace:
                 _fail(path, number, column, f"{value!r} is not a whole number of tokens")
         if not isinstance(ids, list) or any(type(i) is not int for i in ids):
             _fail(path, number, "hash_ids", "not a list of whole numbers")
-        if len(ids) > -(-prompt // per_id):
+        if len(ids) > ceil_div(prompt, per_id):
             _fail(
                 path, number, "hash_ids",
                 f"{len(ids)} ids of {per_id} tokens, but input_length is {prompt}",

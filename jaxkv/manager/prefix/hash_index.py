@@ -1,14 +1,6 @@
-"""Finding the cached blocks of a prefix: one interface, a hash table and a radix tree behind it.
-
-Both answer the same question with the same answer: which blocks hold the KV of these tokens. A
-block is in the index only while its parent is (whoever removes a block removes its descendants
-first), so that whatever is found can be reached; but not with a sliding window, where a block
-outlives its parent and is found behind the gap.
-"""
+"""The hash table behind `PrefixIndex`: from chained block hash to block."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 
@@ -16,35 +8,6 @@ from jaxkv.manager.prefix.keys import BlockKeys
 from jaxkv.manager.prefix.tree import GONE, ROOT
 
 _NOTHING = np.zeros(0, np.int64)
-
-
-class PrefixIndex(Protocol):
-    """Where blocks are found by content."""
-
-    def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
-        """i64: the indexed blocks with the content of `keys`, behind `parent`, up to the last one.
-
-        0 in the place of one that is not there, which happens only where blocks outlive parents.
-        """
-        ...
-
-    def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
-        """Enters `blocks` as the content of `keys` from `start` on, none of which is there, behind
-        the block `parent`.
-
-        Returns how many were entered: fewer than asked where a key is taken by other content.
-        """
-        ...
-
-    def remove(self, block: int, block_hash: bytes) -> None:
-        """Takes out a block; its descendants, if there are any, are found without it."""
-        ...
-
-    def clear(self) -> None:
-        """Takes out everything."""
-        ...
-
-    def __len__(self) -> int: ...
 
 
 class HashIndex:
@@ -66,6 +29,8 @@ class HashIndex:
         self._blocks: dict[bytes, int] = {}
         self._roots: dict[int, bytes] = {}  # of the blocks whose parent is ROOT
         self._media: dict[int, bytes] = {}  # of the blocks that hold any
+
+    adds_leaves = True
 
     def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
         found: list[int | None] = list(map(self._blocks.get, keys.hashes()))
@@ -122,7 +87,6 @@ class HashIndex:
         return key in self._blocks
 
     def add_leaves(self, hashes: list[bytes], blocks: list[int]) -> None:
-        """`add` of one block each, with hashes that are not there, behind indexed blocks."""
         self._blocks.update(zip(hashes, blocks, strict=True))
 
     def remove(self, block: int, block_hash: bytes) -> None:

@@ -146,3 +146,11 @@ class RadixIndex:
 
     def __len__(self) -> int:
         return self._size
+
+    adds_leaves = False  # a tree has to be walked to each parent
+
+    def add_leaves(self, hashes: list[bytes], blocks: list[int]) -> None:
+        raise AssertionError("adds_leaves is False")
+
+    def __contains__(self, key: bytes) -> bool:
+        raise AssertionError("adds_leaves is False")

@@ -171,7 +171,7 @@ class Oracle:
 
     def gather(self, seq):
         """The KV that the sequence's queries would see, after the copies under way."""
-        m, pending = self.m, dict(self.m._sequences.copies)
+        m, pending = self.m, dict(self.m._writes.copies)
         row, found = m.row(seq), []
         first = int(m._table.dropped[row]) * self.size
         for position in range(first, m.num_computed_tokens(seq)):
@@ -203,7 +203,7 @@ class Oracle:
         """What can be found holds what it is found for: the brute-force dictionary."""
         pool, cached = self.m._pool, set()
         for block in np.flatnonzero(pool.indexed).tolist():
-            source = self.m._sequences.copies.get(block, block)
+            source = self.m._writes.copies.get(block, block)
             context, tokens = self.computed[self.memory[source, self.size - 1]]
             assert list(tokens[-self.size :]) == pool.tokens[block].tolist(), f"block {block}"
             assert len(tokens) % self.size == 0

@@ -223,7 +223,7 @@ def test_a_prompt_that_leaves_the_cache_inside_a_block_gets_a_copy(index):
     assert cached(o, b) == 6
     source, destination = table(o, a)[1], table(o, b)[1]
     assert source != destination
-    assert o.m._sequences.copies == {destination: source}
+    assert o.m._writes.copies == {destination: source}
     grow(o, a, 9)  # a's plan carries the copy
     o.write(b)
     o.verify()
@@ -713,7 +713,7 @@ def test_nothing_is_found_behind_a_hole(index, partial):
     assert o.m.lookup(run(1, 12)) == 0
     again = o.allocate(run(1, 12))
     assert cached(o, again) == 0
-    assert metrics.as_dict()["prefix_cache_hits"] == 0
+    assert metrics.to_dict()["prefix_cache_hits"] == 0
     o.write(again)
     o.verify()
 

@@ -214,7 +214,7 @@ def test_part_of_a_block_is_found_with_copies(index, prompt, taken):
     before = counts(o)
     s = o.allocate(prompt)
     assert cached(o, s) == taken
-    assert len(o.m._sequences.copies) == (taken % 4 > 0)
+    assert len(o.m._writes.copies) == (taken % 4 > 0)
     o.write(s)
     o.verify()
     o.free(s)
@@ -505,7 +505,7 @@ def test_each_writer_of_a_shared_block_but_the_last_gets_a_copy(index, family):
     beams += [o.fork(beams[0]) for _ in range(family - 1)]
     tail = table(o, beams[0])[1]
     assert o.append(beams, range(100, 100 + family))
-    copies = dict(o.m._sequences.copies)
+    copies = dict(o.m._writes.copies)
     assert set(copies.values()) == {tail}
     assert sorted([*copies, tail]) == sorted(table(o, beam)[1] for beam in beams)
     assert counts(o)[0] == 1 + family
@@ -558,7 +558,7 @@ def test_a_copy_of_a_copy_comes_from_where_the_content_is(index):
     c = o.fork(b)
     o.append([c], [101])
     source = table(o, a)[1]
-    assert set(o.m._sequences.copies.values()) == {source}
+    assert set(o.m._writes.copies.values()) == {source}
     for s in (a, b, c):
         o.write(s)
     o.verify()

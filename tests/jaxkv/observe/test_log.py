@@ -48,7 +48,7 @@ def text(*entries, end="\n"):
         (text(header(), "[]"), "line 2 is no event"),
         (text(header(), {"kind": "free"}), "line 2 is no event"),
         (text(header(), operation("explode", {})), "line 2: there is no operation 'explode'"),
-        (text(header(), operation("config_dict", {})), "no operation 'config_dict'"),
+        (text(header(), operation("to_dict", {})), "no operation 'to_dict'"),
         (text(header(), operation("__init__", {})), "no operation '__init__'"),
         (text(header(), operation("free", {"who": 1})), r"line 2: free\(who=1\): .*argument"),
         (text(header(), operation("free", [1])), "line 2 is an operation without arguments"),
@@ -251,7 +251,7 @@ def test_another_result_is_found_at_its_line():
     assert report.operations == sum(1 for i, _ in lines_of(log) if i < index)
     for part in (f"line {index + 1}: allocate(", "result differs", "expected", "got"):
         assert part in str(report)
-    assert json.loads(json.dumps(report.as_dict()))["same"] is False
+    assert json.loads(json.dumps(report.to_dict()))["same"] is False
 
 
 def test_an_error_that_did_not_happen_is_found():

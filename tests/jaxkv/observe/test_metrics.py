@@ -27,7 +27,7 @@ class Source:
     def unsubscribe(self, listener):
         self.listeners.remove(listener)
 
-    def config_dict(self):
+    def to_dict(self):
         return {"prefix_index": self.prefix_index}
 
     def stats(self):
@@ -56,7 +56,7 @@ def buckets(histogram):
 
 
 def test_the_pool_by_state():
-    values = Metrics(Source()).as_dict()
+    values = Metrics(Source()).to_dict()
     assert values["kv_cache_usage"] == {"active": 0.25, "cached": 0.25, "free": 0.5}
     assert values["kv_cache_blocks"] == {"active": 2, "cached": 2, "free": 4}
     assert (values["pinned_blocks"], values["sequences"]) == (1, 1)
@@ -74,7 +74,7 @@ def test_requests_count_once_and_only_when_they_succeed():
     source.request(9, 8)
     source.emit(events.OPERATION, name="commit", arguments={}, result=None)
     source.request(3, 0, skip_prefix_cache=True)  # asks for nothing
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert (values["requests"], values["requests_refused"]) == (2, 3)
     assert (values["prefix_cache_queries"], values["prefix_cache_hits"]) == (9, 8)
     assert values["prefix_cache_hit_rate"] == 8 / 9
@@ -84,7 +84,7 @@ def test_without_a_prefix_cache_nothing_is_looked_up():
     source = Source(prefix_index=None)
     metrics = Metrics(source)
     source.request(9, 0)
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert (values["requests"], values["prefix_cache_queries"]) == (1, 0)
     assert values["prefix_cache_hit_rate"] == values["prefix_cache_hit_rate_recent"] == 0
 
@@ -96,12 +96,12 @@ def test_the_recent_hit_rate_forgets():
         source.request(10, 0)
     for i in range(RECENT_REQUESTS // 2):
         source.request(10 + i % 2, 5)
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert values["prefix_cache_hit_rate_recent"] == 2500 / (5000 + 5250)
     assert values["prefix_cache_hit_rate"] == 2500 / (10000 + 5250)
     for _ in range(RECENT_REQUESTS):
         source.request(4, 3)
-    assert metrics.as_dict()["prefix_cache_hit_rate_recent"] == 0.75
+    assert metrics.to_dict()["prefix_cache_hit_rate_recent"] == 0.75
     assert len(metrics._recent) == RECENT_REQUESTS
 
 
@@ -110,7 +110,7 @@ def test_lifetimes_and_idle_times():
     metrics = Metrics(source)
     source.emit(events.EVICT, blocks=[3], age=70.0, idle=0.0)
     source.emit(events.EVICT, blocks=[4], age=1e9, idle=2.0)
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert values["block_evictions"] == 2
     assert buckets(values["block_lifetime_seconds"]) == {"100": 1, "+Inf": 1}
     assert buckets(values["block_idle_before_evict_seconds"]) == {"0.001": 1, "2": 1}
@@ -128,7 +128,7 @@ def test_reuse_gaps_run_from_store_hit_or_release_to_the_next_hit():
     source.emit(events.HIT, 50.0, [7], num_tokens=4, queried_tokens=9)  # 30
     source.emit(events.HIT, 50.5, [7], num_tokens=4, queried_tokens=9)  # 0.5
     source.emit(events.HIT, 51.0, [], num_tokens=1, queried_tokens=9)  # part of a block, copied
-    gaps = metrics.as_dict()["block_reuse_gap_seconds"]
+    gaps = metrics.to_dict()["block_reuse_gap_seconds"]
     assert buckets(gaps) == {"0.5": 1, "1": 1, "5": 1, "50": 1}
     assert (gaps["sum"], gaps["count"]) == (34.5, 4)
 
@@ -139,17 +139,17 @@ def test_allocations_copies_and_the_end_of_listening():
     source.emit(events.COPY, blocks=[1, 2])
     source.emit(events.ALLOCATE, blocks=[1, 2, 3], num_tokens=10, num_cached_tokens=5)
     source.emit(events.ALLOCATE, blocks=[4])
-    assert metrics.as_dict()["block_allocations"] == 2 + 1  # the second half of a block is a copy
+    assert metrics.to_dict()["block_allocations"] == 2 + 1  # the second half of a block is a copy
     metrics.close()
     source.emit(events.COPY, blocks=[1, 2])
     assert source.listeners == []
-    assert metrics.as_dict()["block_copies"] == 1
+    assert metrics.to_dict()["block_copies"] == 1
 
 
 def test_a_value_on_a_bound_belongs_below_it():
     histogram = Histogram()
     histogram.observe(np.array(SECONDS_BUCKETS))
-    assert set(histogram.as_dict()["buckets"].values()) == set(range(1, len(SECONDS_BUCKETS) + 1))
+    assert set(histogram.to_dict()["buckets"].values()) == set(range(1, len(SECONDS_BUCKETS) + 1))
     ratios = np.divide(SECONDS_BUCKETS[1:], SECONDS_BUCKETS[:-1])
     assert ratios.min() > 1.9
     assert ratios.max() < 2.6
@@ -157,7 +157,7 @@ def test_a_value_on_a_bound_belongs_below_it():
 
 def test_plain_data():
     source = Source()
-    values = Metrics(source).as_dict()
+    values = Metrics(source).to_dict()
     assert json.loads(json.dumps(values)) == values
 
 
@@ -254,7 +254,7 @@ def test_a_manager_is_counted(prefix_index):
     manager.free("a")
     clock.now = 12.0
     assert manager.allocate("b", list(range(8)) + [90] * 8).num_cached_tokens == 8  # after 4 s
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert (values["prefix_cache_queries"], values["prefix_cache_hits"]) == (10 + 16, 8)
     assert (values["requests"], values["requests_refused"]) == (2, 2)
     assert values["block_allocations"] == 3 + 2
@@ -264,7 +264,7 @@ def test_a_manager_is_counted(prefix_index):
     assert values["block_evictions"] == 0
     clock.now = 20.0
     manager.allocate("c", [7] * 13)  # 4 blocks: what "a" left goes
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert values["block_evictions"] == 2
     assert buckets(values["block_lifetime_seconds"]) == {"20": 2}
     assert buckets(values["block_idle_before_evict_seconds"]) == {"10": 2}
@@ -277,7 +277,7 @@ def test_copies_on_write_and_the_slots_of_forks():
     manager.allocate("a", list(range(9)))
     manager.fork("a", "b")
     manager.append_batch(["a", "b"], np.array([9, 10]))  # the first of the two copies
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert (values["block_copies"], values["requests"], values["sequences"]) == (1, 1, 2)
     assert values["internal_fragmentation_slots"] == 2 * 2
 
@@ -297,7 +297,7 @@ def test_counts_agree_with_the_manager_after_a_random_life(rng):
             continue
         manager.commit(i, len(prompt) - manager.num_computed_tokens(i))
         live.append(i)
-    values = metrics.as_dict()
+    values = metrics.to_dict()
     assert values["block_evictions"] == values["block_lifetime_seconds"]["count"] > 0
     hits = values["prefix_cache_hits"]
     assert hits == 4 * values["block_reuse_gap_seconds"]["count"] > 0

@@ -148,7 +148,7 @@ def test_the_table_names_every_difference():
 
 def test_plain_data_of_a_difference():
     a, b = of(info(1, "a", hash="aa")), of(info(1), info(2, "a", 3, hash="aa"), info(3, "z"))
-    data = diff(a, b).as_dict()
+    data = diff(a, b).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert set(data) == {"leaked", "appeared", "vanished", "moved", "ref_changes"}
     assert data["moved"][0]["before"]["block"] == 1
@@ -166,7 +166,7 @@ def test_a_manager_by_snapshots(tmp_path):
     manager = make(clock=lambda: 5.5)
     empty = take_snapshot(manager)
     assert empty.stats == manager.stats()
-    assert empty.config == manager.config_dict()
+    assert empty.config == manager.to_dict()
     assert ids(empty.blocks) == list(range(1, 9))
     manager.allocate("a", range(10))
     manager.commit("a", 10)

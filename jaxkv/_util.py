@@ -1,0 +1,66 @@
+"""Small helpers that several rooms share. Host code: imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxkv.errors import ConfigError
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up.
+
+    Example:
+      >>> ceil_div(33, 16)
+      3
+    """
+    return -(-a // b)
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n` and at least 1.
+
+    Example:
+      >>> [next_power_of_two(n) for n in (0, 1, 5, 8)]
+      [1, 1, 8, 8]
+    """
+    return 1 << max(0, n - 1).bit_length()
+
+
+def require_positive(**values: Any) -> None:
+    """Raises ConfigError, naming the first value that is not a positive integer.
+
+    Example:
+      >>> require_positive(block_size=16, num_layers=0)
+      Traceback (most recent call last):
+      jaxkv.errors.ConfigError: num_layers=0 must be a positive integer
+    """
+    for name, value in values.items():
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a positive integer")
+
+
+def to_plain(value: Any) -> Any:
+    """Dicts, lists, numbers and text in place of dataclasses, NumPy values and tuples, for JSON.
+
+    An object with a method `to_plain()` decides for itself; anything else stays as it is.
+
+    Example:
+      >>> to_plain({"ids": np.array([1, 2]), "pair": (1, "x")})
+      {'ids': [1, 2], 'pair': [1, 'x']}
+    """
+    if isinstance(value, Mapping):
+        return {key: to_plain(x) for key, x in value.items()}
+    if hasattr(value, "to_plain"):
+        return value.to_plain()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple | range):
+        return [to_plain(x) for x in value]
+    return value
