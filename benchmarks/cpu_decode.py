@@ -24,7 +24,8 @@ from rich.table import Table
 from turns import machine
 
 import jaxkv
-from jaxkv.cache.state import Batch, apply_plan, pad_plan
+from jaxkv.cache.batch import Batch
+from jaxkv.cache.plan import apply_plan, pad_plan
 from jaxkv.engine.steps import make_steps
 from jaxkv.manager.block_manager import BlockManager
 from jaxkv.models import default_model, load

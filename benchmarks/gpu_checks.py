@@ -13,13 +13,13 @@ import numpy as np
 from gpu_rows import AttentionCheck, OperationCheck
 
 from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+from jaxkv.pallas_kernels.formats import quantise
 from jaxkv.pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
 from jaxkv.pallas_kernels.paged_attention import (
     merge_attention,
     paged_attention,
     paged_attention_reference,
 )
-from jaxkv.pallas_kernels.paged_attention.operands import quantise_int8
 from jaxkv.pallas_kernels.scatter_kv import scatter_kv, scatter_kv_reference
 
 TOLERANCES = {"bfloat16": 2e-2, "float16": 5e-3}  # of outputs, absolute and relative
@@ -146,7 +146,7 @@ def _pool(task: AttentionCheck, counts: tuple[int, ...], rng: np.random.Generato
 @functools.partial(jax.jit, static_argnums=2)
 def _quantise(numbers: jax.Array, held: jax.Array, scale_dtype: str):
     """int8 pages and their scales, NaN where nothing is held."""
-    pages, scales = quantise_int8(numbers, scale_dtype)
+    pages, scales = quantise(numbers, scale_dtype)
     return pages, jnp.where(held, scales, jnp.asarray(jnp.nan, scales.dtype))
 
 
@@ -180,7 +180,7 @@ def _scatter(rng: np.random.Generator, quantised: bool) -> dict:
     k, v = rng.normal(size=(2, tokens, *_SHAPE[3::2])).astype(jnp.bfloat16)
     pages, scales = _pages(rng), None
     if quantised:
-        pages, scales = map(np.asarray, quantise_int8(jnp.asarray(pages)))
+        pages, scales = map(np.asarray, quantise(jnp.asarray(pages)))
     want = scatter_kv_reference(pages, k, v, blocks, offsets, layer=1, kv_scales=scales)
     donated = ("kv_pages", "kv_scales")
     step = jax.jit(functools.partial(scatter_kv, layer=1), donate_argnames=donated)

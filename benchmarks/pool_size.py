@@ -19,7 +19,8 @@ from rich.table import Table
 from turns import median_ms
 
 import jaxkv
-from jaxkv.cache.state import Batch, apply_plan, pad_plan
+from jaxkv.cache.batch import Batch
+from jaxkv.cache.plan import apply_plan, pad_plan
 from jaxkv.engine.steps import make_steps
 from jaxkv.models import Llama, LlamaConfig
 from jaxkv.sampling.sampler import SamplerState

@@ -1,16 +1,16 @@
 """The public names of jaxkv. Each is imported when it is first used."""
 
 from .cache.attention import attention as attention
+from .cache.batch import Batch as Batch
+from .cache.batch import advance as advance
+from .cache.plan import apply_plan as apply_plan
 from .cache.shared_prefix import SharedPrefix as SharedPrefix
 from .cache.shared_prefix import shared_prefix_groups as shared_prefix_groups
-from .cache.state import Batch as Batch
 from .cache.state import PagedState as PagedState
-from .cache.state import advance as advance
-from .cache.state import apply_plan as apply_plan
 from .cache.state import init_state as init_state
 from .config import CacheConfig as CacheConfig
-from .config import SchedulerConfig as SchedulerConfig
 from .engine.async_engine import AsyncEngine as AsyncEngine
+from .engine.config import SchedulerConfig as SchedulerConfig
 from .engine.drafting import PromptLookup as PromptLookup
 from .engine.engine import Engine as Engine
 from .engine.generate import Generation as Generation

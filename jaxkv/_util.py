@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from jaxkv.errors import ConfigError
 
 
-def ceil_div(a: int, b: int) -> int:
+@overload
+def ceil_div(a: int, b: int) -> int: ...
+@overload
+def ceil_div(a: np.ndarray, b: int) -> np.ndarray: ...
+
+
+def ceil_div(a: int | np.ndarray, b: int) -> int | np.ndarray:
     """a / b, rounded up.
 
     Example:

@@ -1,4 +1,4 @@
-"""The shape of a paged cache, what it costs in bytes, and how an engine forms its steps.
+"""The shape of a paged cache, and its cost in bytes.
 
 Host code: imports no JAX.
 """
@@ -6,19 +6,14 @@ Host code: imports no JAX.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
-import ml_dtypes
-import numpy as np
-
-from jaxkv._util import ceil_div
+from jaxkv._util import ceil_div, require_positive
 from jaxkv.errors import ConfigError
+from jaxkv.pallas_kernels.formats import FORMATS
 
-DTYPES: dict[str, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
+# Element types of weights and of unquantised pages.
+DTYPES = {name: f.dtype for name, f in FORMATS.items() if not f.quantised}
 
 
 _MAX_PAGES = 2**31 - 1  # of a pool, each of one layer, K or V, head: kernels count them in an int32
@@ -47,7 +42,9 @@ class CacheConfig:
       block_size: tokens per block.
       max_seqs: rows of the block table: sequences that can be live at once.
       max_blocks_per_seq: columns of the block table: the longest sequence, in blocks.
-      dtype: element type of the pages: "float32", "bfloat16" or "float16".
+      dtype: element type of the pages: "float32", "bfloat16", "float16", or "int8" with a scale per
+        token and KV head beside them.
+      scale_dtype: element type of the scales of quantised pages: "float32" or "bfloat16".
 
     Raises:
       ConfigError: a size is not positive, the dtype is unknown, or the pool has more pages (one a
@@ -69,15 +66,17 @@ class CacheConfig:
     max_seqs: int = 8
     max_blocks_per_seq: int = 128
     dtype: str = "float32"
+    scale_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "dtype":
-                if value not in DTYPES:
-                    raise ConfigError(f"dtype={value!r} is not one of {', '.join(DTYPES)}")
-            elif not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{field.name}={value!r} must be a positive integer")
+        fields = dataclasses.asdict(self)
+        dtype, scale_dtype = fields.pop("dtype"), fields.pop("scale_dtype")
+        if dtype not in FORMATS:
+            raise ConfigError(f"{dtype=} is not one of {', '.join(FORMATS)}")
+        scale_dtypes = FORMATS["int8"].scale_dtypes
+        if scale_dtype not in scale_dtypes:
+            raise ConfigError(f"{scale_dtype=} is not one of {', '.join(scale_dtypes)}")
+        require_positive(**fields)
         if self.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves no usable block: block 0 is the null block; "
@@ -95,9 +94,9 @@ class CacheConfig:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token, all layers."""
-        itemsize = DTYPES[self.dtype].itemsize
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        """Bytes of K and V of one token, all layers, scales included."""
+        row = FORMATS[self.dtype].row_bytes(self.head_dim, self.scale_dtype)
+        return 2 * self.num_layers * self.num_kv_heads * row
 
     @property
     def block_bytes(self) -> int:
@@ -165,52 +164,3 @@ class CacheConfig:
                 "block and one usable); raise the budget or lower block_size"
             )
         return dataclasses.replace(config, num_blocks=memory_bytes // config.block_bytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """How an engine forms its steps.
-
-    Attributes:
-      max_tokens_per_step: prompt tokens of one step, decodes not counted: the chunk size.
-      prefill_buckets: numbers of prompt tokens that steps are compiled for; the largest is
-        `max_tokens_per_step`.
-      decode_buckets: numbers of sequences that decode steps are compiled for, the largest at least
-        the cache's `max_seqs`; None: the powers of two below it, and itself.
-      policy: "fcfs": first come, first served; "priority": higher priorities first.
-      decode_steps_per_dispatch: tokens of each sequence that the device makes on its own when no
-        prompt waits for it.
-      defer_shared_prefixes: a request waits while another computes a prefix that both need.
-      pipeline: the next step is prepared and sent off before this one's tokens have come back.
-
-    Raises:
-      ConfigError: a value out of range.
-    """
-
-    max_tokens_per_step: int = 256
-    prefill_buckets: tuple[int, ...] = (16, 64, 256)
-    decode_buckets: tuple[int, ...] | None = None
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    decode_steps_per_dispatch: int = 1
-    defer_shared_prefixes: bool = True
-    pipeline: bool = True
-
-    def __post_init__(self) -> None:
-        buckets = self.prefill_buckets
-        for name in ("prefill_buckets", "decode_buckets"):
-            sizes = getattr(self, name)
-            if sizes is not None and (
-                not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1
-            ):
-                raise ConfigError(f"{name}={sizes} must rise, from 1 or more")
-        if self.max_tokens_per_step != buckets[-1]:
-            raise ConfigError(
-                f"max_tokens_per_step={self.max_tokens_per_step} must be the largest of "
-                f"prefill_buckets={buckets}"
-            )
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy={self.policy!r} is neither 'fcfs' nor 'priority'")
-        if self.decode_steps_per_dispatch < 1:
-            raise ConfigError(
-                f"decode_steps_per_dispatch={self.decode_steps_per_dispatch} must be at least 1"
-            )

@@ -1,16 +1,102 @@
-"""Where a page lies in the pool: the one place that knows the order of the pool's axes."""
+"""The pool's axes, by name: the one place that knows their order.
+
+    kv_pages  [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]   K at 0, V at 1
+    kv_scales [num_blocks, num_layers, 2, num_kv_heads, block_size]             of quantised pages
+
+Elsewhere the pool is read through `PoolShape` and the functions below; a test holds that no other
+module indexes its axes by number.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkv.pallas_kernels import target
+
+
+class _Sizes(Protocol):
+    """The sizes that a cache's configuration has."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolShape:
+    """Sizes of a pool of pages.
+
+    Attributes:
+      num_blocks: blocks, the null block included.
+      num_layers: layers; a block holds all of them.
+      num_kv_heads: KV heads of a layer.
+      block_size: tokens per block.
+      head_dim: elements of one head.
+
+    Example:
+      >>> shape = PoolShape.of(jnp.zeros((9, 2, 2, 4, 16, 64)))
+      >>> shape.num_blocks, shape.num_kv_heads, shape.array_shape()
+      (9, 4, (9, 2, 2, 4, 16, 64))
+    """
+
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, kv_pages: Any) -> Self:
+        """The shape of a pool of pages.
+
+        Raises:
+          ValueError: an array that is not a pool.
+        """
+        shape = kv_pages.shape
+        if len(shape) != 6 or shape[2] != 2:
+            raise ValueError(
+                "expected kv_pages [num_blocks, num_layers, 2, num_kv_heads, block_size, "
+                f"head_dim], got {kv_pages.shape=}"
+            )
+        return cls(shape[0], shape[1], shape[3], shape[4], shape[5])
+
+    @classmethod
+    def for_config(cls, config: _Sizes) -> Self:
+        """The shape of the pool that a configuration describes."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: getattr(config, name) for name in names})
+
+    def array_shape(self) -> tuple[int, ...]:
+        """Shape of the pages."""
+        return (*self.scales_shape(), self.head_dim)
+
+    def scales_shape(self) -> tuple[int, ...]:
+        """Shape of the scales beside quantised pages."""
+        return (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size)
+
+    def staging_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of so many blocks' pages outside the pool, as `gather_blocks` gives them."""
+        return dataclasses.replace(self, num_blocks=num_blocks).array_shape()
+
+
+def split_by_heads(mesh_axis: str) -> PartitionSpec:
+    """The pool's, or its scales', KV heads divided over a mesh axis."""
+    return PartitionSpec(None, None, None, mesh_axis)
 
 
 def page_rows(kv_pages: jax.Array) -> jax.Array:
@@ -18,14 +104,29 @@ def page_rows(kv_pages: jax.Array) -> jax.Array:
     return kv_pages.reshape(-1, *kv_pages.shape[-2:])
 
 
-def page_row(pool_shape: tuple[int, ...], block, layer, k_or_v, head):
+def scale_rows(kv_scales: jax.Array) -> jax.Array:
+    """The scales as [rows, block_size], rows as in `page_rows`."""
+    return kv_scales.reshape(-1, kv_scales.shape[-1])
+
+
+def page_row(shape: PoolShape, block, layer, k_or_v, head):
     """Row in `page_rows` of a page; arguments broadcast. Rows, not elements: they fit an int32."""
-    return heads_row(pool_shape, block, layer, k_or_v) * pool_shape[3] + head
+    return _heads_row(shape.num_layers, block, layer, k_or_v) * shape.num_kv_heads + head
 
 
-def heads_row(pool_shape: tuple[int, ...], block, layer, k_or_v):
+def _heads_row(num_layers: int, block, layer, k_or_v):
     """Row of all heads' pages of a block's K or V in a layer; arguments broadcast."""
-    return (block * pool_shape[1] + layer) * 2 + k_or_v
+    return (block * num_layers + layer) * 2 + k_or_v
+
+
+def layer_pages(pool: jax.Array, blocks, layer: int) -> jax.Array:
+    """Pages, or scales, of blocks [...] in a layer: [..., 2, num_kv_heads, block_size, ...]."""
+    return pool[blocks, layer]
+
+
+def slot_index(block, layer, k_or_v, offset) -> tuple[Any, ...]:
+    """Index of all heads' elements of one token, in the pool or its scales."""
+    return block, layer, k_or_v, slice(None), offset
 
 
 def token_slots(pool: jax.Array, blocks, layer: int, offsets) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -37,15 +138,16 @@ def token_slots(pool: jax.Array, blocks, layer: int, offsets) -> tuple[jax.Array
 
     Args:
       blocks: i32[T].
-      layer: of the pool.
+      layer: layer of the pool.
       offsets: i32[T].
 
     Returns:
       (view, index); `view[index]` is [T, 2, num_kv_heads, ...].
     """
     if target.current()[0] == "cpu":
-        return pool, (blocks, layer, slice(None), slice(None), offsets)
-    rows = heads_row(pool.shape, blocks[:, None], layer, jnp.arange(2, dtype=jnp.int32))
+        return pool, slot_index(blocks, layer, slice(None), offsets)
+    k_or_v = jnp.arange(2, dtype=jnp.int32)
+    rows = _heads_row(pool.shape[1], blocks[:, None], layer, k_or_v)
     return pool.reshape(-1, *pool.shape[3:]), (rows, slice(None), offsets[:, None])
 
 
@@ -59,6 +161,11 @@ def whole_blocks(blocks: jax.Array) -> jax.Array:
     shape = blocks.shape
     parts = shape[1:3], shape[3:4], shape[4:]
     return blocks.reshape(shape[0], *map(math.prod, parts))
+
+
+def blocks_shape(pool: jax.Array, num_blocks: int) -> tuple[int, ...]:
+    """Shape of so many blocks of pages or scales outside the pool."""
+    return (num_blocks, *pool.shape[1:])
 
 
 def or_past_pool(blocks: jax.Array, kv_pages: jax.Array) -> jax.Array:
@@ -76,7 +183,7 @@ def or_null(name: str, blocks: ArrayLike, kv_pages: jax.Array) -> jax.Array:
     Ids that come from the host are compared there: JAX keeps the lower half of 64 bits.
 
     Raises:
-      ValueError: ids that are no integers.
+      ValueError: ids that are not integers.
     """
     if not isinstance(blocks, jax.Array):
         blocks = np.asarray(blocks)

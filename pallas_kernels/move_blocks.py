@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxkv.pallas_kernels.layout import or_past_pool, whole_blocks
+from jaxkv.pallas_kernels.layout import blocks_shape, or_past_pool, whole_blocks
 
 
 def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
     """
     ids = or_past_pool(ids, kv_pages)
     gathered = whole_blocks(kv_pages).at[ids].get(mode="fill", fill_value=0)
-    return gathered.reshape(*ids.shape, *kv_pages.shape[1:])
+    return gathered.reshape(blocks_shape(kv_pages, len(ids)))
 
 
 def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Array:
@@ -56,9 +56,10 @@ def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Ar
       >>> put_blocks(jnp.zeros((3, 1)), jnp.array([[7.0], [8.0]]), jnp.array([1, -1])).tolist()
       [[0.0], [7.0], [0.0]]
     """
-    if staged.shape != (*ids.shape, *kv_pages.shape[1:]) or staged.dtype != kv_pages.dtype:
+    expected = blocks_shape(kv_pages, len(ids))
+    if staged.shape != expected or staged.dtype != kv_pages.dtype:
         raise ValueError(
-            f"expected {len(ids)} blocks of {kv_pages.shape[1:]} {kv_pages.dtype}, got "
+            f"expected {len(ids)} blocks of {expected[1:]} {kv_pages.dtype}, got "
             f"{staged.shape=} {staged.dtype}"
         )
     return _set(kv_pages, ids, whole_blocks(staged))

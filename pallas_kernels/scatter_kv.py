@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.pallas_kernels.layout import or_past_pool, token_slots
-from jaxkv.pallas_kernels.paged_attention.operands import check_scales, quantise_int8
+from jaxkv.pallas_kernels.formats import check_scales, quantise
+from jaxkv.pallas_kernels.layout import PoolShape, or_past_pool, slot_index, token_slots
 
 
 @overload
@@ -70,8 +70,9 @@ def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
       >>> pages[1, 0, :, 0, :, 0].tolist()
       [[0.0, 0.0, 5.0, 0.0], [0.0, 0.0, -5.0, 0.0]]
     """
-    if not 0 <= layer < kv_pages.shape[1]:
-        raise ValueError(f"{layer=} is not one of the pool's {kv_pages.shape[1]} layers")
+    num_layers = PoolShape.of(kv_pages).num_layers
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"{layer=} is not one of the pool's {num_layers} layers")
     check_scales(kv_pages, kv_scales)
     kv = jnp.stack([k, v], axis=1)  # [T, 2, H, D]
     blocks = or_past_pool(blocks, kv_pages)
@@ -83,7 +84,7 @@ def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
 
     if kv_scales is None:
         return put(kv_pages, kv)
-    codes, scales = quantise_int8(kv, kv_scales.dtype)
+    codes, scales = quantise(kv, kv_scales.dtype)
     return put(kv_pages, codes), put(kv_scales, scales)
 
 
@@ -104,10 +105,11 @@ def scatter_kv_reference(
         if not 0 <= block < len(pages):
             continue
         for i, x in enumerate((k[t], v[t])):
+            slot = slot_index(block, layer, i, offset)
             if scales is None:
-                pages[block, layer, i, :, offset] = x
+                pages[slot] = x
             else:
-                codes, row = quantise_int8(jnp.asarray(x), scales.dtype)
-                pages[block, layer, i, :, offset] = codes
-                scales[block, layer, i, :, offset] = row
+                codes, row = quantise(jnp.asarray(x), scales.dtype)
+                pages[slot] = codes
+                scales[slot] = row
     return pages if scales is None else (pages, scales)

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache.state import Batch, PagedState
+from jaxkv.cache.batch import Batch
+from jaxkv.cache.state import PagedState
+from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention import paged_attention
 from jaxkv.pallas_kernels.scatter_kv import scatter_kv
 
@@ -16,7 +18,8 @@ from jaxkv.pallas_kernels.scatter_kv import scatter_kv
 def slots(state: PagedState, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(block, offset) i32[T] of each token; padding gets a block past the pool: dropped."""
     max_seqs, width = state.block_tables.shape
-    num_blocks, block_size = state.kv_pages.shape[0], state.kv_pages.shape[-2]
+    pool = PoolShape.of(state.kv_pages)
+    num_blocks, block_size = pool.num_blocks, pool.block_size
     rows, positions = jnp.asarray(batch.rows), jnp.asarray(batch.positions)
     column = positions // block_size
     live = (rows >= 0) & (rows < max_seqs) & (column >= 0) & (column < width)
@@ -63,9 +66,10 @@ def attention(
         integers, or, on the host, do not fit 32 bits.
     """
     batch = batch.in_int32()
-    num_layers, _, num_kv_heads, _, head_dim = state.kv_pages.shape[1:]
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"{layer=} is not one of the cache's {num_layers} layers")
+    pool = PoolShape.of(state.kv_pages)
+    num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim
+    if not 0 <= layer < pool.num_layers:
+        raise ValueError(f"{layer=} is not one of the cache's {pool.num_layers} layers")
     for name, x in (("k", k), ("v", v)):
         if x.shape != (q.shape[0], num_kv_heads, head_dim):
             raise ValueError(

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
-from jaxkv.config import CacheConfig, SchedulerConfig
+from jaxkv.config import CacheConfig
+from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.studies.bench import Measured, continuous, one_by_one, static_batches
 from jaxkv.studies.traces import PACKAGED, load_trace

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
-from jaxkv.config import SchedulerConfig
+from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.generate import Generation, default_cache, generate
 from jaxkv.errors import ConfigError
 from jaxkv.progress_bar import progress_bar

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxkv
 from jaxkv.models import Llama, LlamaConfig
 from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+from jaxkv.pallas_kernels.layout import PoolShape, split_by_heads
 from jaxkv.pallas_kernels.move_blocks import gather_blocks, put_blocks, zero_blocks
 from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
 from jaxkv.pallas_kernels.paged_attention.support import Form
@@ -118,7 +119,7 @@ def _operations() -> list[Program]:
     quantised = _state(config, 64, "int8")
     pages = state.kv_pages
     ids = jax.ShapeDtypeStruct((_MOVED_BLOCKS,), jnp.int32)
-    staged = jax.ShapeDtypeStruct((_MOVED_BLOCKS, *pages.shape[1:]), pages.dtype)
+    staged = jax.ShapeDtypeStruct(PoolShape.of(pages).staging_shape(_MOVED_BLOCKS), pages.dtype)
     token = jax.ShapeDtypeStruct((_PREFILL_TOKENS,), jnp.int32)
     kv = jax.ShapeDtypeStruct((*token.shape, config.num_kv_heads, config.head_dim), jnp.bfloat16)
     tokens = kv, kv, token, token
@@ -239,7 +240,7 @@ def _sharded(form: Form, name: str, config: LlamaConfig, num_devices: int) -> Pr
         arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
         state_spec = dataclasses.replace(
             jax.tree.map(lambda _: _WHOLE, state),
-            kv_pages=PartitionSpec(None, None, None, "heads"),
+            kv_pages=split_by_heads("heads"),
         )
         specs = (state_spec, _WHOLE, _BY_HEADS, _BY_HEADS, _WHOLE)
         sharded = jax.shard_map(
@@ -254,21 +255,11 @@ def _sharded(form: Form, name: str, config: LlamaConfig, num_devices: int) -> Pr
 
 def _state(config: LlamaConfig, block_size: int, dtype: str, num_devices: int = 1):
     """A cache with pages of `_POOL_BYTES` on each device; beside int8 pages, float32 scales."""
-    wide = "bfloat16" if dtype == "int8" else dtype
     cache = jaxkv.CacheConfig.for_model(
         config, memory_bytes=_POOL_BYTES * num_devices, max_len=_MAX_LEN, block_size=block_size,
-        max_seqs=_DECODE_SEQS, dtype=wide,
+        max_seqs=_DECODE_SEQS, dtype=dtype,
     )  # fmt: skip
-    state = jax.eval_shape(lambda: jaxkv.init_state(cache))
-    if dtype != "int8":
-        return state
-    num_blocks, *block = state.kv_pages.shape
-    codes = (2 * num_blocks, *block)  # as many bytes
-    return dataclasses.replace(
-        state,
-        kv_pages=jax.ShapeDtypeStruct(codes, jnp.int8),
-        kv_scales=jax.ShapeDtypeStruct(codes[:-1], jnp.float32),
-    )
+    return jax.eval_shape(lambda: jaxkv.init_state(cache))
 
 
 def _pool(state: jaxkv.PagedState) -> tuple[Any, ...]:
@@ -279,7 +270,7 @@ def _call(config: LlamaConfig, form: Form, state: jaxkv.PagedState, query_dtype:
     """Of `supports`."""
     return dict(
         head_dim=config.head_dim,
-        block_size=state.kv_pages.shape[4],
+        block_size=PoolShape.of(state.kv_pages).block_size,
         dtype=state.kv_pages.dtype,
         query_dtype=query_dtype,
         group=config.num_heads // config.num_kv_heads,

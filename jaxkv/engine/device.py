@@ -11,17 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.state import (
-    Batch,
-    DevicePlan,
-    PagedState,
-    apply_plan,
-    bucket,
-    init_state,
-    is_stale,
-    pad_plan,
-)
-from jaxkv.config import CacheConfig, SchedulerConfig
+from jaxkv.cache.batch import Batch
+from jaxkv.cache.plan import DevicePlan, apply_plan, bucket, pad_plan
+from jaxkv.cache.state import PagedState, init_state, is_stale
+from jaxkv.config import CacheConfig
+from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.requests import Sequence
 from jaxkv.engine.steps import Entries, Steps, make_steps
 from jaxkv.engine.work import Chunk, Decodes, Work

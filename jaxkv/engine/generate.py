@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxkv._util import ceil_div
-from jaxkv.config import CacheConfig, SchedulerConfig
+from jaxkv.config import CacheConfig
+from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.engine import AnyParams, Engine
 from jaxkv.engine.requests import RequestOutput
 from jaxkv.errors import ConfigError

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.config import CacheConfig, SchedulerConfig
+from jaxkv.config import CacheConfig
+from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.device import Device, Flight
 from jaxkv.engine.outputs import Outputs
 from jaxkv.engine.requests import (

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxkv.config import SchedulerConfig
+from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.prefixes import PrefixesUnderWay
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status

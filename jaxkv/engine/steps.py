@@ -18,7 +18,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxkv.cache.state import Batch, DevicePlan, PagedState, apply_device_plan
+from jaxkv.cache.batch import Batch
+from jaxkv.cache.plan import DevicePlan, apply_device_plan
+from jaxkv.cache.state import PagedState
 from jaxkv.sampling.params import LogitsProcessor
 from jaxkv.sampling.sampler import History, RowParams, Sampled, SamplerState, sample
 

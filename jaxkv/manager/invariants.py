@@ -73,7 +73,8 @@ def _check_rows(pool: BlockPool, table: SequenceTable) -> None:
                 f"{used}: {blocks.tolist()}"
             )
         needed = ceil_div(length, size)
-        if not needed <= used <= -(-(length + int(table.lookahead[row])) // size) or dropped > used:
+        most = ceil_div(length + int(table.lookahead[row]), size)
+        if not needed <= used <= most or dropped > used:
             raise InvariantError(
                 f"sequence {seq_id!r}: {length} tokens and {table.lookahead[row]} lookahead slots "
                 f"in {used} blocks of {size}"

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxkv.pallas_kernels.formats import check_scales
 from jaxkv.pallas_kernels.integers import int32
-from jaxkv.pallas_kernels.layout import or_null
+from jaxkv.pallas_kernels.layout import PoolShape, or_null
 from jaxkv.pallas_kernels.paged_attention.merge import merge_attention
-from jaxkv.pallas_kernels.paged_attention.operands import check_scales
 from jaxkv.pallas_kernels.paged_attention.reference import paged_attention_reference
 from jaxkv.pallas_kernels.paged_attention.support import (
     IMPLEMENTATIONS,
@@ -157,14 +157,15 @@ def paged_attention(
     tables = or_null("block_tables", block_tables, kv_pages)
     _validate_metadata(len(q), tables, lens, starts, max_query_len)
     _validate_queries(len(q), query_start, max_query_len)
-    num_kv_heads, block_size, head_dim = kv_pages.shape[3:]
+    pool = PoolShape.of(kv_pages)
+    head_dim = pool.head_dim
     implementation = choose(
         implementation,
         head_dim=head_dim,
-        block_size=block_size,
+        block_size=pool.block_size,
         dtype=kv_pages.dtype,
         query_dtype=q.dtype,
-        group=q.shape[1] // num_kv_heads,
+        group=q.shape[1] // pool.num_kv_heads,
         form="decode" if max_query_len == 1 else "prefill",
         causal=causal,
         interpret=bool(interpret),
@@ -208,20 +209,18 @@ def paged_attention(
 
 
 def _validate_shapes(q, kv_pages, layer) -> None:
-    if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[2] != 2:
-        raise ValueError(
-            f"expected q [T, num_q_heads, head_dim] and kv_pages [num_blocks, num_layers, 2, "
-            f"num_kv_heads, block_size, head_dim], got {q.shape=} and {kv_pages.shape=}"
-        )
-    num_kv_heads, head_dim = kv_pages.shape[3], kv_pages.shape[5]
-    if q.shape[2] != head_dim:
+    pool = PoolShape.of(kv_pages)
+    if q.ndim != 3:
+        raise ValueError(f"expected q [T, num_q_heads, head_dim], got {q.shape=}")
+    num_kv_heads = pool.num_kv_heads
+    if q.shape[2] != pool.head_dim:
         raise ValueError(f"head_dim differs: {q.shape=} but {kv_pages.shape=}")
     if num_kv_heads == 0 or q.shape[1] % num_kv_heads or q.shape[1] == 0:
         raise ValueError(
             f"{q.shape[1]} query heads do not divide into groups over {num_kv_heads} KV heads"
         )
-    if not 0 <= layer < kv_pages.shape[1]:
-        raise ValueError(f"{layer=} is not one of the pool's {kv_pages.shape[1]} layers")
+    if not 0 <= layer < pool.num_layers:
+        raise ValueError(f"{layer=} is not one of the pool's {pool.num_layers} layers")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"queries are floating point numbers, got {q.dtype}")
 

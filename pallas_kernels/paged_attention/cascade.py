@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkv.pallas_kernels.integers import int32
-from jaxkv.pallas_kernels.layout import or_null
+from jaxkv.pallas_kernels.layout import PoolShape, or_null
 from jaxkv.pallas_kernels.paged_attention import merge_attention, paged_attention
 
 
@@ -131,7 +131,7 @@ def cascade_attention(
         )
     if query_start is None:
         query_start = np.arange(len(seq_lens) + 1, dtype=np.int32)
-    block_size = kv_pages.shape[4]
+    block_size = PoolShape.of(kv_pages).block_size
     metadata = dict(
         group_start=group_start, shared_blocks=shared_blocks, seq_lens=seq_lens,
         query_start=query_start,

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import (
     finish,
     per_column,
@@ -45,7 +46,7 @@ def decode_ampere(
     pool; lens i32[S]; layer i32[].
     """
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_pages.shape[3]
+    num_kv_heads = PoolShape.of(kv_pages).num_kv_heads
     group = num_q_heads // num_kv_heads
     heads = -(-group // 8) * 8
     reader = PageReader.of(kv_pages, kv_scales, layer, stages=1)

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import (
     finish,
     per_column,
@@ -109,7 +110,7 @@ def decode_gpu(
     therefore does not see: the transposed store to shared memory exists for 16 bits only.
     """
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_pages.shape[3]
+    num_kv_heads = PoolShape.of(kv_pages).num_kv_heads
     group = num_q_heads // num_kv_heads
     shape = DecodeShape.of(head_dim, group, kv_pages.dtype.itemsize)
     heads = shape.heads

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.decode_ampere import decode_ampere
 from jaxkv.pallas_kernels.paged_attention.decode_gpu import decode_gpu
 from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import num_splits
@@ -53,7 +54,8 @@ def attend_gpu(
 
     A jitted function of its own, so that it is traced and compiled once for all layers.
     """
-    width = tables.shape[1] * kv_pages.shape[4]  # tokens of the longest sequence
+    shape = PoolShape.of(kv_pages)
+    width = tables.shape[1] * shape.block_size  # tokens of the longest sequence
     lens = jnp.minimum(lens, width)
     options: dict[str, Any] = dict(
         layer=layer, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret,
@@ -64,7 +66,7 @@ def attend_gpu(
     if max_query_len == 1:
         lens = jnp.where(query_start[1:] > query_start[:-1], lens, 0)
         seen = width if window is None else min(width, window)
-        splits = num_splits(len(q), kv_pages.shape[3], seen)
+        splits = num_splits(len(q), shape.num_kv_heads, seen)
         decode = decode_ampere if ampere else decode_gpu
         outs, lses = decode(
             q, kv_pages, tables, lens, kv_scales=kv_scales, splits=splits, **options
@@ -86,11 +88,12 @@ def attend_gpu(
 def _not_causal(prefill, q, kv_pages, tables, lens, query_start, **options):
     """As `prefill`, the heads of a group as rows, splits merged."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_pages.shape[3]
+    shape = PoolShape.of(kv_pages)
+    num_kv_heads = shape.num_kv_heads
     group = num_q_heads // num_kv_heads
     rows = q.reshape(num_tokens, num_kv_heads, group, head_dim).swapaxes(1, 2)
     rows = rows.reshape(-1, num_kv_heads, head_dim)
-    splits = shared_splits(len(rows), num_kv_heads, tables.shape[1] * kv_pages.shape[4])
+    splits = shared_splits(len(rows), num_kv_heads, tables.shape[1] * shape.block_size)
     outs, lses = prefill(
         rows, kv_pages, tables, lens, query_start * group, causal=False, splits=splits, **options
     )

@@ -71,7 +71,7 @@ class TileLoader:
 
     @property
     def _dim(self) -> int:
-        return self.reader.pool_shape[5]
+        return self.reader.pool_shape.head_dim
 
     @property
     def _swizzle(self) -> int:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv.pallas_kernels.layout import page_row, page_rows
+from jaxkv.pallas_kernels.layout import PoolShape, page_row, page_rows, scale_rows
 
 TILE = 64  # tokens of a stage
 # What is copied into tiled shared memory is cut into tiles of so many rows. A copy that begins
@@ -149,7 +149,7 @@ class PageReader:
       scales: of quantised pages [rows, block_size]; a stand-in otherwise.
       quantised: whether there are scales.
       layer: i32[1].
-      pool_shape: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+      pool_shape: sizes of the pool.
       stages: of the ring.
     """
 
@@ -157,15 +157,16 @@ class PageReader:
     scales: jax.Array
     quantised: bool
     layer: jax.Array
-    pool_shape: tuple[int, ...]
+    pool_shape: PoolShape
     stages: int
 
     @classmethod
     def of(cls, kv_pages, kv_scales, layer: jax.Array, stages: int) -> PageReader:
         """Of a pool."""
         quantised = kv_scales is not None
-        scales = kv_scales.reshape(-1, kv_scales.shape[-1]) if quantised else jnp.zeros((1, 32))
-        return cls(page_rows(kv_pages), scales, quantised, layer[None], kv_pages.shape, stages)
+        scales = scale_rows(kv_scales) if quantised else jnp.zeros((1, 32))
+        shape = PoolShape.of(kv_pages)
+        return cls(page_rows(kv_pages), scales, quantised, layer[None], shape, stages)
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -175,7 +176,7 @@ class PageReader:
     @property
     def block_size(self) -> int:
         """Tokens of a page."""
-        return self.pool_shape[4]
+        return self.pool_shape.block_size
 
     @property
     def page_tokens(self) -> int:
@@ -190,7 +191,7 @@ class PageReader:
     def scratch(self, swizzle: int, readers: int) -> Ring:
         """The types of a ring that `readers` warpgroups read."""
         dtype, stages = self.rows.dtype, self.stages
-        ring = tiled((stages, TILE, self.pool_shape[5]), dtype, swizzle)
+        ring = tiled((stages, TILE, self.pool_shape.head_dim), dtype, swizzle)
         nothing = (1, 32)
         scales = plgpu.SMEM((stages, TILE) if self.quantised else nothing, self.scales.dtype)
         arriving = self.copies * (2 if self.quantised else 1)
@@ -294,8 +295,8 @@ class PageReader:
         """Zeros in a tile of V [TILE, head_dim] where no token is: a weight of 0 does not undo a
         NaN."""
         itemsize = self.rows.dtype.itemsize
-        columns = swizzle_of(self.pool_shape[5] * itemsize) // itemsize
-        for c in range(0, self.pool_shape[5], columns):
+        columns = swizzle_of(self.pool_shape.head_dim * itemsize) // itemsize
+        for c in range(0, self.pool_shape.head_dim, columns):
             part = smem.at[:, pl.ds(c, columns)]
             held = plgpu.load(part, layout=plgpu.Layout.WGMMA)
             iota = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.pages_ampere import TileLoader, copy_swizzle, load_rows
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     PARAMS,
@@ -47,7 +48,7 @@ def prefill_ampere(
     pool; lens i32[S]; query_start i32[S + 1]; layer i32[]. Splits as in `prefill_gpu`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    num_seqs, num_kv_heads = len(lens), kv_pages.shape[3]
+    num_seqs, num_kv_heads = len(lens), PoolShape.of(kv_pages).num_kv_heads
     group = num_q_heads // num_kv_heads
     if num_tokens < ROWS:
         q = jnp.pad(q, ((0, ROWS - num_tokens), (0, 0), (0, 0)))

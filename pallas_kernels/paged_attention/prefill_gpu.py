@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     PARAMS,
     TILE,
@@ -60,7 +61,7 @@ def prefill_gpu(
     row then sees something of every tile.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    num_seqs, num_kv_heads = len(lens), kv_pages.shape[3]
+    num_seqs, num_kv_heads = len(lens), PoolShape.of(kv_pages).num_kv_heads
     group = num_q_heads // num_kv_heads
     # Two warpgroups take 64 queries each, or, where an accumulator would not fit the registers, one
     # half of the output's columns each.

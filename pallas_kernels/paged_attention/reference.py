@@ -8,7 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxkv.pallas_kernels.paged_attention.operands import dequantise
+from jaxkv.pallas_kernels.formats import dequantise
+from jaxkv.pallas_kernels.layout import PoolShape, layer_pages
 
 
 def paged_attention_reference(
@@ -28,9 +29,9 @@ def paged_attention_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) in float32; arguments as in `paged_attention`, which also checks them."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_pages.shape[3]
-    scales = None if kv_scales is None else kv_scales[block_tables, layer]
-    pages = dequantise(kv_pages[block_tables, layer], scales)  # [S, M, 2, H, B, D]
+    num_kv_heads = PoolShape.of(kv_pages).num_kv_heads
+    scales = None if kv_scales is None else layer_pages(kv_scales, block_tables, layer)
+    pages = dequantise(layer_pages(kv_pages, block_tables, layer), scales)  # [S, M, 2, H, B, D]
     pages = pages.transpose(2, 0, 3, 1, 4, 5)  # [2, S, H, M, B, D]
     k, v = pages.reshape(2, len(block_tables), num_kv_heads, -1, head_dim)  # [S, H, M * B, D]
     token = jnp.arange(num_tokens)

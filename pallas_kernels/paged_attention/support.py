@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxkv.pallas_kernels import target
+from jaxkv.pallas_kernels.formats import FORMATS
 
 Form = Literal["decode", "prefill"]
 
@@ -65,7 +66,7 @@ def _float_pages(call: Call) -> bool:
 
 
 def _int8_pages(call: Call) -> bool:
-    return call.dtype is not None and jnp.dtype(call.dtype) == jnp.int8
+    return call.dtype is not None and jnp.dtype(call.dtype) == FORMATS["int8"].dtype
 
 
 # What must hold, and the reason if it does not, in order. Unknown properties count as fitting.

@@ -13,6 +13,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.operands import MASKED, Tile, read_pages
 
 # Tokens of every sequence that one pass of the decode loop reads. Few sequences take more, so that
@@ -96,7 +97,8 @@ def decode_xla(
       (f32[S, num_q_heads, head_dim],), and f32[S, num_q_heads, 1] behind it if `return_lse`.
     """
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_pages.shape[3:5]
+    shape = PoolShape.of(kv_pages)
+    num_kv_heads, block_size = shape.num_kv_heads, shape.block_size
     lens = jnp.where(query_start[1:] > query_start[:-1], seq_lens, 0)
     if window is not None:
         tables, lens = _from_window(tables, lens, window, block_size)
@@ -138,7 +140,8 @@ def prefill_xla(
       (f32[T, num_q_heads, head_dim],), and f32[T, num_q_heads, 1] behind it if `return_lse`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_pages.shape[3:5]
+    shape = PoolShape.of(kv_pages)
+    num_kv_heads, block_size = shape.num_kv_heads, shape.block_size
     sizes = sorted({min(size, max_query_len, num_tokens) for size in _QUERY_TILES}, reverse=True)
     pages_per_tile = max(1, min(tables.shape[1], _KEY_TILE // block_size))
     tile = pages_per_tile * block_size

@@ -8,8 +8,8 @@ from cases import Case, make, means_of_positions, oracle, oracle_with_lse, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxkv.pallas_kernels.formats import quantise
 from jaxkv.pallas_kernels.paged_attention import paged_attention, xla
-from jaxkv.pallas_kernels.paged_attention.operands import quantise_int8
 
 IMPLEMENTATIONS = ["xla", "reference"]
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
@@ -195,7 +195,7 @@ def test_int8_in_half_precision():
        st.sampled_from([jnp.float32, jnp.bfloat16]))  # fmt: skip
 @settings(deadline=None)
 def test_quantise_rounds_to_the_scale_that_is_kept(row, scale_dtype):
-    codes, scale = quantise_int8(jnp.asarray(row, jnp.float32), scale_dtype)
+    codes, scale = quantise(jnp.asarray(row, jnp.float32), scale_dtype)
     assert codes.dtype == jnp.int8
     assert scale.dtype == scale_dtype
     s = float(scale)

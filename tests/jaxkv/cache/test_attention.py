@@ -10,7 +10,9 @@ from cases import QUICK
 
 import jaxkv
 from jaxkv.cache.attention import attention
-from jaxkv.cache.state import Batch, advance, apply_plan, init_state
+from jaxkv.cache.batch import Batch, advance
+from jaxkv.cache.plan import apply_plan
+from jaxkv.cache.state import init_state
 from jaxkv.manager.records import Plan
 
 CONFIG = jaxkv.CacheConfig(

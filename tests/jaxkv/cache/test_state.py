@@ -10,7 +10,8 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.cache.attention import slots
-from jaxkv.cache.state import Batch, apply_plan, pad_plan
+from jaxkv.cache.batch import Batch
+from jaxkv.cache.plan import apply_plan, pad_plan
 from jaxkv.engine.steps import make_steps
 from jaxkv.errors import JaxkvError, StaleStateError
 from jaxkv.manager.records import Plan
@@ -222,3 +223,58 @@ def test_a_prefill_of_one_token_among_padding(small_model):
     np.testing.assert_allclose(
         logits[0], small_model.dense(jnp.ones((1, 1), jnp.int32))[0, 0], atol=1e-5
     )
+
+
+def test_a_device_loop_takes_its_positions_from_the_state(small_model):
+    """Four greedy tokens by `lax.scan` and `Batch.following`, as with the host between them."""
+    graph, params = nnx.split(small_model)
+    config = jaxkv.CacheConfig.for_model(small_model.config, max_len=32, max_seqs=3, block_size=4)
+    prompts = {"a": [5, 6, 7, 8, 9], "b": [11, 12]}
+
+    def start():
+        manager, state = jaxkv.BlockManager.for_config(config), jaxkv.init_state(config)
+        rows = [manager.allocate(name, ids).row for name, ids in prompts.items()]
+        state = apply_plan(state, manager.take_plan())
+        batch = Batch.ragged(rows, [0, 0], [5, 2], num_tokens=8, num_seqs=2, padding_row=3)
+        flat = np.zeros(8, np.int32)
+        flat[:7] = prompts["a"] + prompts["b"]
+        logits, state = nnx.merge(graph, params)(jnp.asarray(flat), state, batch)
+        manager.commit_batch(list(prompts), [5, 2])
+        return manager, state, jnp.array(rows), logits.argmax(-1).astype(jnp.int32)
+
+    manager, state, rows, first = start()
+    manager.reserve(list(prompts), 4)
+    state = apply_plan(state, manager.take_plan())
+
+    @jax.jit
+    def loop(params, state, tokens):
+        def step(carry, _):
+            state, tokens = carry
+            batch = Batch.following(state, rows)
+            logits, state = nnx.merge(graph, params)(tokens, state, batch)
+            chosen = logits.argmax(-1).astype(jnp.int32)
+            return (state, chosen), chosen
+
+        return jax.lax.scan(step, (state, tokens), length=4)
+
+    (state, _), chosen = loop(params, state, first)
+    np.testing.assert_array_equal(state.seq_lens[rows], [5 + 4, 2 + 4])
+
+    manager, state, rows, tokens = start()
+    for i in range(4):
+        manager.append_batch(list(prompts), np.asarray(tokens))
+        state = apply_plan(state, manager.take_plan())
+        positions = np.array([5, 2]) + i
+        batch = Batch.decode(np.asarray(rows), positions, num_seqs=2, padding_row=3)
+        logits, state = nnx.merge(graph, params)(tokens, state, batch)
+        manager.commit_batch(list(prompts), [1, 1])
+        tokens = logits.argmax(-1).astype(jnp.int32)
+        np.testing.assert_array_equal(tokens, chosen[i])
+
+
+def test_padding_rows_follow_nothing():
+    config = jaxkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=3, max_seqs=2)
+    state = jaxkv.init_state(config)
+    state = dataclasses.replace(state, seq_lens=jnp.array([3, 7], jnp.int32))
+    batch = Batch.following(state, np.array([1, -1, 2, 0]))
+    assert batch.positions.tolist() == [7, 0, 0, 3]

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv.cache.state import Batch, apply_plan
+from jaxkv.cache.batch import Batch
+from jaxkv.cache.plan import apply_plan
 from jaxkv.engine.generate import default_cache
 from jaxkv.errors import ConfigError
 from jaxkv.sampling.params import SamplingParams

@@ -1,0 +1,93 @@
+"""Plans on the device: tables, lengths and block copies follow the block manager."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._util import next_power_of_two
+from jaxkv.cache.state import PagedState
+from jaxkv.errors import JaxkvError
+from jaxkv.manager.records import Plan
+from jaxkv.pallas_kernels.copy_blocks import copy_blocks
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["copies", "cells", "lengths"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class DevicePlan:
+    """A `Plan` padded to a bucket, ready to go into a jitted step.
+
+    Attributes:
+      copies: i32[C, 2] (source, destination); padding copies to a block past the pool: dropped.
+      cells: i32[E, 3] (row, column, block); padding names a row past the table: dropped.
+      lengths: i32[R, 2] (row, length); padding likewise.
+    """
+
+    copies: jax.Array | np.ndarray
+    cells: jax.Array | np.ndarray
+    lengths: jax.Array | np.ndarray
+
+
+def bucket(size: int, buckets: Sequence[int] | None = None) -> int:
+    """The smallest bucket that holds `size`: of `buckets`, or of the powers of two from 8."""
+    if buckets is None:
+        return max(8, next_power_of_two(size))
+    for candidate in buckets:
+        if size <= candidate:
+            return candidate
+    raise JaxkvError(f"{size} is larger than the largest bucket of {list(buckets)}")
+
+
+def pad_plan(plan: Plan, *, cells: int | None = None, lengths: int | None = None) -> DevicePlan:
+    """Pads a plan to fixed sizes, or to power-of-two buckets, so that its shape rarely changes."""
+
+    def pad(entries: np.ndarray, size: int | None) -> np.ndarray:
+        size = bucket(len(entries)) if size is None else bucket(len(entries), [size])
+        out = np.full((size, entries.shape[1]), np.iinfo(np.int32).max, np.int32)
+        out[: len(entries)] = entries
+        return out
+
+    copies = pad(plan.copies, None if len(plan.copies) else 0)
+    copies[len(plan.copies) :, 0] = 0  # a source is read before the copy is dropped
+    return DevicePlan(copies, pad(plan.cells, cells), pad(plan.lengths, lengths))
+
+
+def apply_device_plan(state: PagedState, plan: DevicePlan) -> PagedState:
+    """`apply_plan` for use inside a jitted step. Block copies first, then tables and lengths."""
+    copies = jnp.asarray(plan.copies)
+    pages, scales = (  # without scales, None has no leaves
+        jax.tree.map(lambda pool: copy_blocks(pool, copies[:, 0], copies[:, 1]), pool)
+        for pool in (state.kv_pages, state.kv_scales)
+    )
+    rows, columns, blocks = (plan.cells[:, i] for i in range(3))
+    tables = state.block_tables.at[rows, columns].set(blocks, mode="drop")
+    lens = state.seq_lens.at[plan.lengths[:, 0]].set(plan.lengths[:, 1], mode="drop")
+    return dataclasses.replace(
+        state, kv_pages=pages, kv_scales=scales, block_tables=tables, seq_lens=lens
+    )
+
+
+_apply = jax.jit(apply_device_plan, donate_argnames="state")
+
+
+def apply_plan(state: PagedState, plan: Plan | DevicePlan) -> PagedState:
+    """Brings the device's tables and lengths to where the manager's are. Donates state.
+
+    For those who drive the state themselves; a step takes the plan as an argument instead and
+    saves a dispatch.
+
+    Args:
+      plan: from `BlockManager.take_plan()`, or padded by `pad_plan`; plans must be applied in the
+        order taken.
+
+    Raises:
+      StaleStateError: the state was donated before.
+    """
+    return _apply(state, plan if isinstance(plan, DevicePlan) else pad_plan(plan))

@@ -1,0 +1,57 @@
+"""Configuration of an engine's steps. Host code: imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxkv.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """How an engine forms its steps.
+
+    Attributes:
+      max_tokens_per_step: prompt tokens of one step, decodes not counted: the chunk size.
+      prefill_buckets: numbers of prompt tokens that steps are compiled for; the largest is
+        `max_tokens_per_step`.
+      decode_buckets: numbers of sequences that decode steps are compiled for, the largest at least
+        the cache's `max_seqs`; None: the powers of two below it, and itself.
+      policy: "fcfs": first come, first served; "priority": higher priorities first.
+      decode_steps_per_dispatch: tokens of each sequence that the device makes on its own when no
+        prompt waits for it.
+      defer_shared_prefixes: a request waits while another computes a prefix that both need.
+      pipeline: the next step is prepared and sent off before this one's tokens have come back.
+
+    Raises:
+      ConfigError: a value out of range.
+    """
+
+    max_tokens_per_step: int = 256
+    prefill_buckets: tuple[int, ...] = (16, 64, 256)
+    decode_buckets: tuple[int, ...] | None = None
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    decode_steps_per_dispatch: int = 1
+    defer_shared_prefixes: bool = True
+    pipeline: bool = True
+
+    def __post_init__(self) -> None:
+        buckets = self.prefill_buckets
+        for name in ("prefill_buckets", "decode_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and (
+                not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1
+            ):
+                raise ConfigError(f"{name}={sizes} must rise, from 1 or more")
+        if self.max_tokens_per_step != buckets[-1]:
+            raise ConfigError(
+                f"max_tokens_per_step={self.max_tokens_per_step} must be the largest of "
+                f"prefill_buckets={buckets}"
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"policy={self.policy!r} is neither 'fcfs' nor 'priority'")
+        if self.decode_steps_per_dispatch < 1:
+            raise ConfigError(
+                f"decode_steps_per_dispatch={self.decode_steps_per_dispatch} must be at least 1"
+            )
