@@ -17,7 +17,7 @@ from .engine.generate import Generation as Generation
 from .engine.generate import GenerationStats as GenerationStats
 from .engine.generate import Output as Output
 from .engine.generate import generate as generate
-from .engine.requests import RequestOutput as RequestOutput
+from .engine.outputs import RequestOutput as RequestOutput
 from .errors import ConfigError as ConfigError
 from .errors import InvariantError as InvariantError
 from .errors import JaxkvError as JaxkvError

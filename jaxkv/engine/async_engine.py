@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import Any
 
 from jaxkv.engine.engine import AnyParams, Engine
-from jaxkv.engine.requests import RequestOutput
+from jaxkv.engine.outputs import RequestOutput
 from jaxkv.errors import JaxkvError
 
 

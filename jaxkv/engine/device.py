@@ -1,25 +1,25 @@
-"""From a scheduler's work to a compiled step and back: batches, buckets, rows on the device."""
+"""The device side of an engine: the cache, the sampler's rows, and the compiled steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.batch import Batch
+from jaxkv._util import next_power_of_two
 from jaxkv.cache.plan import DevicePlan, apply_plan, bucket, pad_plan
 from jaxkv.cache.state import PagedState, init_state, is_stale
 from jaxkv.config import CacheConfig
+from jaxkv.engine.batching import Batching, StepInputs, StepShape
 from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.requests import Sequence
-from jaxkv.engine.steps import Entries, Steps, make_steps
-from jaxkv.engine.work import Chunk, Decodes, Work
-from jaxkv.errors import ConfigError
+from jaxkv.engine.steps import Steps, make_steps
+from jaxkv.engine.work import Work
 from jaxkv.manager.records import Plan
 from jaxkv.sampling.params import LogitsProcessor
 from jaxkv.sampling.sampler import Sampled, SamplerState, copy_rows, set_rows
@@ -29,38 +29,18 @@ _MIN_PLAN = 8  # cells and lengths of the smallest plan that a step takes along
 
 
 @dataclasses.dataclass
-class Flight:
-    """A step that was sent off.
+class InFlightStep:
+    """A step that was dispatched and whose tokens the host has not taken in.
 
     Attributes:
-      work: what it computes. The tokens of its decodes come first, step by step.
-      sampled: what it brings; arrays on the device.
-      stride: from one token of a decode to its next.
-      places: (sequence, place of its token) of those whose prompt ends.
-      prompts: (chunk, first place of its tokens) where their log-probabilities are wanted.
+      work: the step's work. The tokens of its decodes come first, step by step.
+      sampled: sampled tokens; arrays on the device.
+      inputs: the step's arguments, and the places of its tokens.
     """
 
     work: Work
     sampled: Sampled
-    stride: int
-    places: list[tuple[Sequence, int]]
-    prompts: list[tuple[Chunk, int]]
-
-
-class Form(NamedTuple):
-    """What a step is compiled for.
-
-    Attributes:
-      chunk_tokens: room for prompt tokens; 0: a decode step.
-      decodes: room for sequences with one token.
-      num_steps: decode steps of one dispatch.
-      draft: a choice after each of the tokens, which are a draft.
-    """
-
-    chunk_tokens: int
-    decodes: int
-    num_steps: int = 1
-    draft: bool = False
+    inputs: StepInputs
 
 
 class Device:
@@ -69,15 +49,9 @@ class Device:
     def __init__(self, model: Any, cache: CacheConfig, config: SchedulerConfig):
         self.cache, self.config = cache, config
         self._steps: Steps = make_steps(model)
-        powers = (1 << i for i in range(cache.max_seqs.bit_length()))
-        self.decode_buckets = config.decode_buckets or sorted({*powers, cache.max_seqs})
-        if self.decode_buckets[-1] < cache.max_seqs:
-            raise ConfigError(
-                f"decode_buckets={self.decode_buckets} have no room for max_seqs={cache.max_seqs}"
-            )
+        self._batching = Batching(cache, config)
         self.processors: list[LogitsProcessor] = []
         self._no_changes: dict[int, DevicePlan] = {}  # by size
-        self._decoding: tuple[Decodes, Batch, jax.Array] | None = None  # the last ones
         self.reset()
 
     def reset(self) -> None:
@@ -128,18 +102,17 @@ class Device:
             self.processors.clear()
             self.sampler = self.sampler.with_processor_states(())
 
-    def processor_state(self, sequence: Sequence) -> Any:
-        """The state of a running sequence's processor, to be kept while it has no row."""
-        i = sequence.request.processor
-        if i < 0:
+    def processor_state(self, processor: int, row: int) -> Any:
+        """A row's state of a logits processor, to be kept while its sequence has no row."""
+        if processor < 0:
             return None
-        return jax.tree.map(lambda x: x[sequence.row], self.sampler.history.processor_states[i])
+        return jax.tree.map(lambda x: x[row], self.sampler.history.processor_states[processor])
 
     def fill_rows(self, sequences: Seq[Sequence]) -> None:
         """The rows of sequences that were admitted: tokens and parameters."""
         if not sequences:
             return
-        size = 1 << (len(sequences) - 1).bit_length()
+        size = next_power_of_two(len(sequences))
         new = self._empty(size)
         rows = np.full(size, self.cache.max_seqs, np.int32)
         for i, sequence in enumerate(sequences):
@@ -160,7 +133,7 @@ class Device:
         """(parent, child): the child's row becomes the parent's, with the child's seed."""
         if not pairs:
             return
-        size = 1 << (len(pairs) - 1).bit_length()
+        size = next_power_of_two(len(pairs))
         sources, rows = np.zeros(size, np.int32), np.full(size, self.cache.max_seqs, np.int32)
         seeds, samples = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
         for i, (parent, child) in enumerate(pairs):
@@ -170,30 +143,25 @@ class Device:
 
     # -- steps -------------------------------------------------------------------------------
 
-    def send(self, work: Work, plan: Plan, form: Form | None = None) -> Flight:
-        """Sends a step off, in the smallest form that holds it; does not wait for it. Donates state
-        and history."""
-        form = form or self._form(work)
+    def send(self, work: Work, plan: Plan, shape: StepShape | None = None) -> InFlightStep:
+        """Dispatches a step, in the smallest shape that holds it, without waiting for it. Donates
+        state and history."""
+        shape = shape or self._batching.shape_of(work)
+        inputs = self._batching.inputs(work, shape)
         options: dict[str, Any] = dict(
             num_logprobs=_num_logprobs(work.logprobs), processors=tuple(self.processors)
         )
-        if form.chunk_tokens:
-            brings, args = self._mixed(work, form)
-            size = max(_MIN_PLAN, self.cache.max_seqs)
-            step = self._steps.step
-        else:
-            brings, args = self._decode(work, form)
-            size = max(_MIN_PLAN, form.decodes)
-            step = self._steps.decode
-            options["num_steps"] = form.num_steps
+        step, size = self._steps.step, max(_MIN_PLAN, self.cache.max_seqs)
+        if not shape.chunk_tokens:
+            step, size = self._steps.decode, max(_MIN_PLAN, shape.decodes)
+            options["num_steps"] = shape.num_steps
         plan = self._copy_blocks(plan)
         if max(len(plan.cells), len(plan.lengths)) > size:
             # Too many changes for the step's own small plan (a prompt came or went).
             self.apply(plan)
             plan = Plan.empty()
-        padded = self._pad(plan, size)
-        sampled = self._run(step, padded, *args, **options)
-        return Flight(work, sampled, *brings)
+        sampled = self._run(step, self._pad(plan, size), *inputs.args, **options)
+        return InFlightStep(work, sampled, inputs)
 
     def _run(self, step: Callable[..., Any], plan: DevicePlan, *args: Any, **options: Any):
         history, params = self.sampler.history, self.sampler.params
@@ -205,22 +173,12 @@ class Device:
         self, row: int, start: int, tokens: list[int], plan: Plan, *,
         num_tokens: int | None = None, logprobs: int = -1,
     ) -> Sampled:  # fmt: skip
-        """A choice after each of `tokens`, the row's from position `start` on; padded."""
-        max_seqs, count = self.cache.max_seqs, len(tokens)
-        num_tokens = num_tokens or bucket(count, self.config.prefill_buckets)
-        batch = Batch.ragged(
-            [row], [start], [count],
-            num_tokens=num_tokens, num_seqs=min(num_tokens, max_seqs), padding_row=max_seqs,
-        )  # fmt: skip
-        batch = dataclasses.replace(batch, logits_at=np.arange(num_tokens, dtype=np.int32))
-        given, rows = np.full(num_tokens, -1, np.int32), np.full(num_tokens, max_seqs, np.int32)
-        given[:count], rows[:count] = tokens, row
-        # Nothing is kept: which choices count is known when all of them are.
-        entries = Entries(rows, np.zeros(num_tokens, bool), np.full(num_tokens, -1, np.int32))
+        """A choice after each of `tokens`, the row's from position `start` on."""
+        inputs = self._batching.draft(row, start, tokens, num_tokens)
         self.apply(plan)
         nothing = pad_plan(Plan.empty(), cells=_MIN_PLAN, lengths=_MIN_PLAN)
         return self._run(
-            self._steps.step, nothing, given, batch, entries,
+            self._steps.step, nothing, *inputs.args,
             num_logprobs=_num_logprobs(logprobs), processors=tuple(self.processors),
         )  # fmt: skip
 
@@ -240,23 +198,17 @@ class Device:
             self.state = apply_plan(self.state, pad_plan(copies))
         return dataclasses.replace(plan, copies=none.copies)
 
-    def forms(self, *, drafts: bool) -> list[Form]:
-        """All forms of steps, log-probabilities and logits processors apart."""
-        steps = sorted({1, self.config.decode_steps_per_dispatch})
-        prompts = [(0, False), (self.cache.max_seqs, False), *([(0, True)] if drafts else [])]
-        return [
-            *(Form(tokens, n, 1, draft) for tokens in self.config.prefill_buckets
-              for n, draft in prompts),
-            *(Form(0, n, k) for n in self.decode_buckets for k in steps),
-        ]  # fmt: skip
+    def shapes(self, *, drafts: bool) -> list[StepShape]:
+        """All shapes of steps; log-probabilities and logits processors make more of each."""
+        return self._batching.shapes(drafts=drafts)
 
-    def compile(self, form: Form) -> None:
+    def compile(self, shape: StepShape) -> None:
         """Runs a step of padding alone, which changes nothing that counts."""
         none = Plan.empty()
-        if form.draft:
-            sampled = self.send_draft(0, 0, [], none, num_tokens=form.chunk_tokens)
+        if shape.draft:
+            sampled = self.send_draft(0, 0, [], none, num_tokens=shape.chunk_tokens)
         else:
-            sampled = self.send(Work.nothing(), none, form).sampled
+            sampled = self.send(Work.nothing(), none, shape).sampled
         jax.block_until_ready(sampled)
 
     def compile_updates(self) -> None:
@@ -275,13 +227,6 @@ class Device:
             plan = dataclasses.replace(none, copies=copies)
             self.state = apply_plan(self.state, pad_plan(plan))
 
-    def _form(self, work: Work) -> Form:
-        count = len(work.decodes)
-        if not work.chunks:
-            return Form(0, bucket(count, self.decode_buckets), work.num_steps)
-        tokens = bucket(sum(chunk.count for chunk in work.chunks), self.config.prefill_buckets)
-        return Form(tokens, self.cache.max_seqs if count else 0)
-
     def _pad(self, plan: Plan, size: int) -> DevicePlan:
         """A plan with room for `size` changes; of what has not changed, padding from the device."""
         if size not in self._no_changes:
@@ -296,68 +241,6 @@ class Device:
             padded.cells if len(plan.cells) else none.cells,
             padded.lengths if len(plan.lengths) else none.lengths,
         )
-
-    def _decode(self, work: Work, form: Form):
-        count, size = len(work.decodes), form.decodes
-        # From step to step only the positions change. The rest stays on the device: each array that
-        # comes from the host takes as long as ten that are there.
-        if self._decoding is None or self._decoding[0] is not work.decodes:
-            batch = Batch.decode(
-                work.decodes.rows, work.positions, num_seqs=size, padding_row=self.cache.max_seqs
-            )
-            unseen = np.full(size, -1, np.int32)
-            self._decoding = work.decodes, *jax.device_put((batch, unseen))
-        _, batch, tokens = self._decoding
-        positions = np.zeros(size, np.int32)
-        positions[:count] = work.positions
-        if work.tokens is not None:
-            tokens = np.full(size, -1, np.int32)
-            tokens[:count] = work.tokens
-        return (size, [], []), (tokens, dataclasses.replace(batch, positions=positions))
-
-    def _mixed(self, work: Work, form: Form):
-        chunks, max_seqs, count = work.chunks, self.cache.max_seqs, len(work.decodes)
-        num_tokens, num_decodes = form.chunk_tokens, form.decodes
-        num_seqs = min(num_tokens, max_seqs)
-        batch = Batch.mixed(
-            work.decodes.rows,
-            work.positions,
-            [c.sequence.row for c in chunks],
-            [c.start for c in chunks],
-            [c.count for c in chunks],
-            num_decodes=num_decodes, num_tokens=num_tokens, num_seqs=num_seqs,
-            padding_row=max_seqs,
-        )  # fmt: skip
-        tokens = np.full(len(batch.positions), -1, np.int32)
-        if work.tokens is not None:
-            tokens[:count] = work.tokens
-        # Places: decodes, then a choice for each chunk's end and its children, then, where the
-        # prompts' log-probabilities are wanted, all tokens of the chunks.
-        ends = [c for c in chunks if c.last]
-        choices = sum(1 + len(c.children) for c in ends)
-        room = num_seqs if choices <= num_seqs else max_seqs
-        whole = any(c.sequence.request.wants_prompt_logprobs for c in chunks)
-        size = num_decodes + room + (num_tokens if whole else 0)
-        at, rows = np.zeros(size, np.int32), np.full(size, max_seqs, np.int32)
-        keep, targets = np.zeros(size, bool), np.full(size, -1, np.int32)
-        at[:count], rows[:count], keep[:count] = np.arange(count), work.decodes.rows, True
-        places, prompts, place, token = [], [], num_decodes, num_decodes
-        for chunk in chunks:
-            if whole and chunk.sequence.request.wants_prompt_logprobs:
-                first = room + token
-                span = slice(first, first + chunk.count)
-                at[span] = np.arange(token, token + chunk.count)
-                nexts = chunk.sequence.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]
-                targets[first : first + len(nexts)] = nexts
-                prompts.append((chunk, first))
-            token += chunk.count
-            if chunk.last:
-                for sequence in (chunk.sequence, *chunk.children):
-                    at[place], rows[place], keep[place] = token - 1, sequence.row, True
-                    places.append((sequence, place))
-                    place += 1
-        batch = dataclasses.replace(batch, logits_at=at)
-        return (size, places, prompts), (tokens, batch, Entries(rows, keep, targets))
 
 
 def _powers(size: int) -> list[int]:

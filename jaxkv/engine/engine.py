@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from jaxkv.engine.loop import EngineCore
-from jaxkv.engine.requests import RequestOutput, Sequence, Status
+from jaxkv.config import CacheConfig
+from jaxkv.engine.config import SchedulerConfig
+from jaxkv.engine.device import Device
+from jaxkv.engine.loop import StepLoop
+from jaxkv.engine.outputs import Outputs, RequestOutput
+from jaxkv.engine.protocols import Model, Tokenizer
+from jaxkv.engine.requests import Sequence, Status
+from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.search import Beam
 from jaxkv.engine.statistics import EngineStats
 from jaxkv.engine.validation import (
@@ -17,32 +23,39 @@ from jaxkv.engine.validation import (
     checked_stop_ids,
     require_beams_fit,
     require_fits,
+    require_manager_fits,
 )
 from jaxkv.errors import ConfigError, JaxkvError
+from jaxkv.manager.block_manager import BlockManager
 from jaxkv.progress_bar import progress_bar
 from jaxkv.sampling.params import BeamSearchParams, SamplingParams
 
 AnyParams = SamplingParams | BeamSearchParams
 
 
-class Engine(EngineCore):
+class Engine:
     """Continuous batching over a model: a Python object that a research loop drives.
 
     Every call of `step` sends the next step to the device and gives what the one before brought.
     One thread drives an engine.
 
     Args:
-      model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config` that has
-        `num_layers`, `num_kv_heads`, `head_dim`, `vocab_size`, `max_position_embeddings`,
-        `eos_token_ids`.
+      model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config`; see
+        `jaxkv.engine.protocols.Model`.
       cache: sizes of the cache; its rows (`max_seqs`) are the sequences that can run at once.
       scheduler: how steps are formed.
-      tokenizer: with `encode(text)` and `stream()`, such as `models.Checkpoint.tokenizer`; for
-        prompts and outputs as text, and for stop texts.
-      eos_token_ids: in place of the model's own.
-      seed: of the requests that bring none.
-      clock: seconds, monotonic.
-      manager_options: of the `BlockManager`: prefix_index, eviction, watermark, ...
+      tokenizer: for prompts and outputs as text, and for stop texts, such as
+        `jaxkv.models.Checkpoint.tokenizer`; see `jaxkv.engine.protocols.Tokenizer`.
+      eos_token_ids: end tokens in place of the model's own.
+      seed: seed of the requests that bring none.
+      manager: the block manager to use, without sequences or cached blocks; None: one made for the
+        cache.
+      clock: monotonic clock, seconds; the block manager runs on it too. Default: the given
+        manager's, else `time.perf_counter`.
+      manager_options: options of the `BlockManager`: prefix_index, eviction, watermark, ...
+
+    Raises:
+      ConfigError: a manager that does not fit the cache, or is given together with its options.
 
     Example:
       >>> import jaxkv
@@ -56,6 +69,40 @@ class Engine(EngineCore):
       >>> sum(len(output.new_token_ids) for output in engine.stream())
       5
     """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Seq[int] | None = None,
+        seed: int = 0,
+        manager: BlockManager | None = None,
+        clock: Callable[[], float] | None = None,
+        **manager_options: Any,
+    ):
+        self.cache, self.config = cache, scheduler or SchedulerConfig()
+        self.tokenizer = tokenizer
+        if manager is None:
+            clock = clock or time.perf_counter
+            manager = BlockManager.for_config(cache, clock=clock, **manager_options)
+        else:
+            require_manager_fits(manager, cache, clock, manager_options)
+        self.manager, self.clock = manager, manager.clock
+        self.vocab_size = model.config.vocab_size
+        eos = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self.eos_token_ids = tuple(eos)
+        longest = min(cache.max_len, manager.max_blocks_per_seq * manager.block_size)
+        self.max_len = min(longest, model.config.max_position_embeddings)
+        self._scheduler = Scheduler(manager, self.config)
+        self._device = Device(model, cache, self.config)
+        self._outputs = Outputs(tokenizer)
+        self._loop = StepLoop(
+            manager, self._scheduler, self._device, self._outputs, clock=self.clock, seed=seed
+        )
+        self._kept: list[RequestOutput] = []  # outputs of other requests while `generate` ran
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -96,35 +143,35 @@ class Engine(EngineCore):
         )
         if params.stop and self.tokenizer is None:
             raise ConfigError(f"stop={params.stop} needs the engine's tokenizer=")
-        if request_id is not None and request_id in self._requests:
+        if request_id is not None and request_id in self._loop.requests:
             raise ConfigError(f"request {request_id!r} is running already; give another id")
         end = min(len(tokens) + params.max_tokens, self.max_len)
         require_fits(self.manager, len(tokens), end)
         if beams is not None:
             require_beams_fit(self.manager, beams.width, len(tokens), end)
         stop_ids = checked_stop_ids(params.stop_token_ids, self.eos_token_ids, params.ignore_eos)
-        request = self._new_request(
+        request = self._loop.new_request(
             request_id, tokens, params, priority, namespace, stop_ids, end,
             unforked=params.num_samples - 1,
         )  # fmt: skip
         first = self._scheduler.sequence(request, tokens)
         if end == len(tokens):  # no token is wanted, or none fits
             request.unforked = 0
-            self._finish(first, "length")
+            self._loop.finish(first, "length")
             return request.id
         if beams is not None:
             request.beam = Beam(beams, len(tokens), stop_ids, end)
             request.logprobs = 2 * beams.width
-            self._searching.append(request)
+            self._loop.searching.append(request)
         self._scheduler.add(first)
         return request.id
 
     def abort(self, request_id: Hashable) -> None:
         """Ends a request and all its samples; nothing where it is unknown or over."""
-        if (request := self._requests.get(request_id)) is not None:
+        if (request := self._loop.requests.get(request_id)) is not None:
             request.unforked = 0
             for sequence in list(request.samples):
-                self._finish(sequence, "abort")
+                self._loop.finish(sequence, "abort")
 
     def fork(
         self, request_id: Hashable, *, new_id: Hashable = None, seed: int | None = None
@@ -145,10 +192,10 @@ class Engine(EngineCore):
           JaxkvError: no such request is running, or it has several samples, or the id is in use.
         """
         parent = self._running_sample(request_id)
-        if new_id is not None and new_id in self._requests:
+        if new_id is not None and new_id in self._loop.requests:
             raise JaxkvError(f"request {new_id!r} is running already; give another id")
         old = parent.request
-        request = self._new_request(
+        request = self._loop.new_request(
             new_id, old.prompt, dataclasses.replace(old.params, seed=seed), 0, old.namespace,
             old.stop_ids, old.end,
         )  # fmt: skip
@@ -157,20 +204,22 @@ class Engine(EngineCore):
         if old.timings.first_token is not None:  # the child has it, too
             request.timings.first_token = request.timings.submitted
         child = self._scheduler.sequence(request, parent.tokens)
-        child.told, child.shown = parent.told, parent.shown
+        self._outputs.copy(parent, child)
         child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
         runs = parent.status is Status.RUNNING
         # Two do not compute one prompt: a child of one that is being computed waits for it.
         if (
             not runs
-            or self._scheduler.at.prefilling(parent)
+            or self._scheduler.rows.prefilling(parent)
             or not self._scheduler.fork(parent, child)
         ):
             child.processor_state = (
-                self._device.processor_state(parent) if runs else parent.processor_state
+                self._device.processor_state(old.processor, parent.row)
+                if runs
+                else parent.processor_state
             )
             self._scheduler.add(child)  # finds the parent's full blocks in the prefix cache
-        self._copy_forked_rows()
+        self._loop.apply_changes()
         return request.id
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
@@ -225,25 +274,27 @@ class Engine(EngineCore):
         sequence = self._one_sample(request_id)
         if sequence.request.processor >= 0:
             raise JaxkvError(f"request {request_id!r} has a logits processor: verify cannot run it")
-        known = sequence.told
+        known = sequence.num_reported
         if sequence.finish_reason is None:
-            at = self._scheduler.at
-            if sequence.status is not Status.RUNNING or at.prefilling(sequence):
+            rows = self._scheduler.rows
+            if sequence.status is not Status.RUNNING or rows.prefilling(sequence):
                 raise JaxkvError(
                     f"the tokens of request {request_id!r} are to be computed: step first"
                 )
             came = sequence.tokens[known:]  # by steps that were under way
             draft = draft[len(came) :] if draft[: len(came)] == came else []
-            room = min(at.left(sequence), self.config.max_tokens_per_step) - 1
-            self._verify(sequence, draft[:room])
+            room = min(rows.left(sequence), self.config.max_tokens_per_step) - 1
+            self._loop.verify(sequence, draft[:room])
         return sequence.tokens[known:]
 
     def _one_sample(self, request_id: Hashable) -> Sequence:
         """The only sample of a request that was running, now with all its tokens known."""
-        request = self._requests.get(request_id)
+        request = self._loop.requests.get(request_id)
         if request is None:
-            raise JaxkvError(f"no request {request_id!r} is running; {len(self._requests)} are")
-        self._drain()
+            raise JaxkvError(
+                f"no request {request_id!r} is running; {len(self._loop.requests)} are"
+            )
+        self._loop.drain()
         if request.unforked or len(request.samples) > 1 or request.beam is not None:
             raise JaxkvError(f"request {request_id!r} has several samples; give each its request")
         return request.samples[0]
@@ -268,16 +319,16 @@ class Engine(EngineCore):
           drafts: also what `verify` needs.
           progress: a bar on standard error.
         """
-        self._drain()
-        began, forms = time.perf_counter(), self._device.forms(drafts=drafts)
+        self._loop.drain()
+        began, shapes = time.perf_counter(), self._device.shapes(drafts=drafts)
         with progress_bar(shown=progress) as bar:
-            task = bar.add_task("compiling", total=len(forms) + 1)
+            task = bar.add_task("compiling", total=len(shapes) + 1)
             self._device.compile_updates()
-            for form in forms:
+            for shape in shapes:
                 bar.advance(task)
-                self._device.compile(form)
+                self._device.compile(shape)
         seconds = time.perf_counter() - began
-        self._stats.compile_seconds += seconds
+        self._loop.stats.compile_seconds += seconds
         return seconds
 
     def step(self) -> list[RequestOutput]:
@@ -286,14 +337,14 @@ class Engine(EngineCore):
         Without work it does nothing. An error inside a step ends the requests concerned, whose
         outputs say so, and not the engine.
         """
-        if self._searching:
-            self._drain()  # what its hypotheses become decides what is computed next
-        idle = not self._flights
-        sent = self._send()
-        while len(self._flights) > bool(sent and self.config.pipeline):
-            self._collect(self._flights.popleft())
+        if self._loop.searching:
+            self._loop.drain()  # what its hypotheses become decides what is computed next
+        idle = not self._loop.in_flight
+        sent = self._loop.send()
+        while len(self._loop.in_flight) > bool(sent and self.config.pipeline):
+            self._loop.collect(self._loop.in_flight.popleft())
         if idle and sent is None and self._scheduler.waiting:
-            self._refuse(self._scheduler.waiting[0])
+            self._loop.refuse(self._scheduler.waiting[0])
         return self._take_outputs()
 
     def drain(self) -> list[RequestOutput]:
@@ -302,13 +353,13 @@ class Engine(EngineCore):
         Before a look at what has come so far: until then a request may end in a step under way,
         and `fork` or `rollback` of it fail.
         """
-        self._drain()
+        self._loop.drain()
         return self._take_outputs()
 
     def _take_outputs(self) -> list[RequestOutput]:
         began = time.perf_counter()
         outputs, self._kept = self._kept + self._outputs.take(), []
-        self._stats.host.detokenize += time.perf_counter() - began
+        self._loop.stats.host.detokenize += time.perf_counter() - began
         return outputs
 
     def stream(self) -> Iterator[RequestOutput]:
@@ -322,6 +373,7 @@ class Engine(EngineCore):
         params: AnyParams | Seq[AnyParams] | None = None,
         *,
         progress: bool = True,
+        on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[RequestOutput]]:
         """Runs prompts to their ends; the last output of each of their samples.
 
@@ -331,6 +383,7 @@ class Engine(EngineCore):
           prompts: token ids or texts.
           params: for all, or one for each.
           progress: a bar on standard error.
+          on_token: called with (prompt index, token id) as each token arrives.
 
         Raises:
           ConfigError: as `submit`, before anything runs.
@@ -347,6 +400,7 @@ class Engine(EngineCore):
             self._drop(ids)
             raise ConfigError(f"prompt {len(ids)}: {error}") from None
         last: dict[Hashable, dict[int, RequestOutput]] = {request_id: {} for request_id in ids}
+        places = {request_id: i for i, request_id in enumerate(ids)}
         open_ids, others = set(ids), list[RequestOutput]()
         try:
             with progress_bar(shown=progress) as bar:
@@ -355,9 +409,12 @@ class Engine(EngineCore):
                     for output in self.step():
                         if output.request_id in last:
                             last[output.request_id][output.sample] = output
+                            if on_token is not None:
+                                for token in output.new_token_ids:
+                                    on_token(places[output.request_id], token)
                         else:
                             others.append(output)
-                    open_ids &= self._requests.keys()
+                    open_ids &= self._loop.requests.keys()
                     bar.update(task, completed=len(ids) - len(open_ids))
         finally:
             self._drop(ids)  # some go on if it was interrupted
@@ -372,20 +429,20 @@ class Engine(EngineCore):
 
     def is_running(self, request_id: Hashable) -> bool:
         """Whether a request has samples that go on."""
-        return request_id in self._requests
+        return request_id in self._loop.requests
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return bool(self._requests or self._flights or self._outputs or self._kept)
+        return bool(self._loop.requests or self._loop.in_flight or self._outputs or self._kept)
 
     def stats(self) -> EngineStats:
         """Counts so far, and blocks by use."""
         blocks = self.manager.stats()
-        used = blocks.used_slots + self._scheduler.num_untold()
+        used = blocks.used_slots + self._scheduler.num_unsynced()
         return dataclasses.replace(
-            self._stats,
-            host=dataclasses.replace(self._stats.host),
+            self._loop.stats,
+            host=dataclasses.replace(self._loop.stats.host),
             waiting=len(self._scheduler.waiting),
             running=len(self._scheduler.running),
             blocks=dataclasses.replace(blocks, used_slots=used),

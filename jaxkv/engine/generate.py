@@ -1,40 +1,24 @@
-"""Batched generation: all prompts at once through an engine of their own."""
+"""Batched generation: all prompts through one call of an engine made for them."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxkv._util import ceil_div
+from jaxkv._util import ceil_div, next_power_of_two
 from jaxkv.config import CacheConfig
 from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.engine import AnyParams, Engine
-from jaxkv.engine.requests import RequestOutput
+from jaxkv.engine.outputs import RequestOutput
+from jaxkv.engine.protocols import Model, ModelConfig
 from jaxkv.errors import ConfigError
 from jaxkv.sampling.params import BeamSearchParams, SamplingParams
 
-
-@dataclasses.dataclass
-class Output:
-    """What one prompt became.
-
-    Attributes:
-      prompt_ids: the prompt.
-      token_ids: the generated tokens, the end token included.
-      finish_reason: "stop" (an end token), "length" (max_tokens or the context) or "error".
-      num_cached_tokens: prompt tokens whose KV was found in the cache.
-      time_to_first_token: seconds from the call to the first token; None if there is none.
-    """
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    finish_reason: str = "length"
-    num_cached_tokens: int = 0
-    time_to_first_token: float | None = None
+Output = RequestOutput  # the type of a result's outputs, under its public name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +55,19 @@ class GenerationStats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Outputs in the order of the prompts, samples of one prompt together; what the call took."""
+    """Result of a call of `generate`.
 
-    outputs: list[Output]
+    Attributes:
+      outputs: last outputs, in the order of the prompts, samples of one prompt together.
+      stats: counters and times of the call.
+    """
+
+    outputs: list[RequestOutput]
     stats: GenerationStats
 
 
 def generate(
-    model: Any,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     params: AnyParams | Sequence[AnyParams] | None = None,
     *,
@@ -93,8 +82,8 @@ def generate(
     Prompts beyond the cache's rows or blocks wait until others have finished.
 
     Args:
-      model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config` that has
-        `num_layers`, `num_kv_heads`, `head_dim`, `max_position_embeddings`, `eos_token_ids`.
+      model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config`; see
+        `jaxkv.engine.protocols.Model`.
       prompts: token ids, one sequence each.
       params: for all prompts, or one for each; greedy by default. Of one for all, each prompt has a
         seed of its own, so that equal prompts draw differently.
@@ -122,39 +111,13 @@ def generate(
     started = time.perf_counter()
     cache = cache or default_cache(model.config, prompts, params)
     engine = Engine(model, cache, scheduler, eos_token_ids=eos_token_ids, **manager_options)
-    places: dict[Hashable, int] = {}
-    for i, (prompt, one) in enumerate(zip(prompts, _per_prompt(params, len(prompts)), strict=True)):
-        try:
-            places[engine.submit(prompt, one)] = i
-        except ConfigError as error:
-            raise ConfigError(f"prompt {i}: {error}") from None
-    last: dict[tuple[int, int], RequestOutput] = {}
-    for output in engine.stream():
-        last[places[output.request_id], output.sample] = output
-        if on_token is not None:
-            for token in output.new_token_ids:
-                on_token(places[output.request_id], token)
-
-    def since(moment: float | None) -> float | None:
-        return None if moment is None else moment - started
-
-    outputs = [
-        Output(
-            prompt_ids=output.prompt_ids,
-            token_ids=output.token_ids,
-            finish_reason=output.finish_reason or "abort",
-            num_cached_tokens=output.num_cached_tokens,
-            time_to_first_token=None
-            if (at := output.timings.first_token) is None
-            else at - started,
-        )
-        for _, output in sorted(last.items())
-    ]
+    params = _per_prompt(params, len(prompts))
+    groups = engine.generate(prompts, params, progress=False, on_token=on_token)
     stats = engine.stats()
     assert stats.blocks is not None
     peak = stats.blocks.peak_active
     return Generation(
-        outputs=outputs,
+        outputs=[output for group in groups for output in group],
         stats=GenerationStats(
             prompt_tokens=sum(map(len, prompts)),
             generated_tokens=stats.generated_tokens,
@@ -172,7 +135,7 @@ def generate(
 
 
 def default_cache(
-    config: Any,
+    config: ModelConfig,
     prompts: Sequence[Sequence[int]],
     params: AnyParams | Sequence[AnyParams] | None = None,
     *,
@@ -195,7 +158,7 @@ def default_cache(
         for _ in range(one.num_samples)
     ]
     if max_seqs is None:
-        max_seqs = 1 << (min(32, max(1, len(lengths))) - 1).bit_length()
+        max_seqs = next_power_of_two(min(32, len(lengths)))
     if num_blocks is None:
         blocks = sorted((ceil_div(length, block_size) for length in lengths), reverse=True)
         num_blocks = 1 << max(6, sum(blocks[:max_seqs]).bit_length())

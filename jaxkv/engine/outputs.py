@@ -1,11 +1,138 @@
-"""What users hear of their requests: new tokens, their text, stop texts. Host code, no JAX."""
+"""Outputs of requests: new tokens, their text, stop texts. Host code: imports no JAX."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Iterable
-from typing import Any
 
-from jaxkv.engine.requests import NO_EXTRAS, Extras, Request, RequestOutput, Sequence
+from jaxkv.engine.protocols import Tokenizer
+from jaxkv.engine.requests import FinishReason, Request, Sequence, TextState, Timings, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extras:
+    """What an output has beside token ids; see `RequestOutput`."""
+
+    new_text: str = ""
+    text: str = ""
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class RequestOutput:
+    """What a step brought for one sample of a request.
+
+    There is one for each sequence and step, and making them is a large part of what a step costs
+    the host: what does not change from step to step is looked up when somebody asks.
+
+    Attributes:
+      finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
+        (max_tokens or the cache's longest sequence), "abort", or "error".
+    """
+
+    finish_reason: FinishReason | None
+    _sequence: Sequence
+    _tokens: list[int]  # of the sequence, which goes on growing
+    _begin: int  # of the new ones
+    _end: int
+    _extras: Extras = NO_EXTRAS
+
+    @property
+    def request_id(self) -> Hashable:
+        """The request."""
+        return self._sequence.request.id
+
+    @property
+    def sample(self) -> int:
+        """Which of its samples."""
+        return self._sequence.sample
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt."""
+        return self._sequence.request.prompt
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """Tokens of this step."""
+        return self._tokens[self._begin : self._end]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far, the end token included."""
+        return self._tokens[len(self.prompt_ids) : self._end]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return self._end - len(self.prompt_ids)
+
+    @property
+    def new_text(self) -> str:
+        """The text that the new tokens complete; "" without a tokenizer."""
+        return self._extras.new_text
+
+    @property
+    def text(self) -> str:
+        """All text so far, up to a stop text."""
+        return self._extras.text
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the sample's last output."""
+        return self.finish_reason is not None
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, if something did."""
+        return self._extras.error
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the new tokens, if asked for."""
+        return self._extras.logprobs
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the prompt from its second token on, if asked for; with the first output."""
+        return self._extras.prompt_logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all tokens so far, if log-probabilities are kept."""
+        return self._extras.cumulative_logprob
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the request's submission to its first token; None before that."""
+        timings = self.timings
+        return None if timings.first_token is None else timings.first_token - timings.submitted
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found in the cache."""
+        return self._sequence.request.num_cached_tokens or 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the sample has lost its blocks by now."""
+        return self._sequence.num_preemptions
+
+    @property
+    def timings(self) -> Timings:
+        """Of the request, as far as they are known by now."""
+        return self._sequence.request.timings
+
+    def __repr__(self) -> str:
+        names = ("request_id", "sample", "new_token_ids", "new_text", "num_tokens", "finish_reason",
+                 "error", "num_cached_tokens")  # fmt: skip
+        return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class Outputs:
@@ -15,7 +142,7 @@ class Outputs:
     where a request has stop texts at once.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._news: dict[Sequence, bool] = {}  # in order; whether there are only token ids to tell
 
@@ -51,26 +178,32 @@ class Outputs:
 
     def finds_stop_text(self, sequence: Sequence) -> bool:
         """Whether one of its stop texts is complete; the text ends before it."""
-        request = sequence.request
+        request, text = sequence.request, sequence.text
         self._decode(sequence)
-        searched, sequence.searched = sequence.searched, len(sequence.text)
+        searched, text.num_searched = text.num_searched, len(text.value)
         if len(sequence.tokens) - len(request.prompt) <= request.params.min_tokens:
             return False
         # A stop text may have begun with earlier tokens, but not have been complete before.
-        ends = [sequence.text.find(x, max(0, searched - len(x) + 1)) for x in request.params.stop]
+        ends = [text.value.find(x, max(0, searched - len(x) + 1)) for x in request.params.stop]
         found = [at for at in ends if at >= 0]
         if found:
-            sequence.text = sequence.text[: min(found)]
-            sequence.text_is_over = True
+            text.value = text.value[: min(found)]
+            text.stopped = True
         return bool(found)
 
     def cut(self, sequence: Sequence) -> None:
-        """Some of its last tokens are no more; its text is made anew, and shown from there on."""
-        sequence.told = min(sequence.told, len(sequence.tokens))
-        sequence.detokenizer, sequence.text, sequence.searched = None, "", 0
+        """Its last tokens were taken back: decodes its text again, shown from there on."""
+        sequence.num_reported = min(sequence.num_reported, len(sequence.tokens))
+        shown = sequence.text.num_shown
+        sequence.text = TextState(num_shown=shown)
         if self._tokenizer is not None and sequence.request.params.detokenize:
             self._decode(sequence)
-            sequence.shown = min(sequence.shown, len(sequence.text))
+            sequence.text.num_shown = min(shown, len(sequence.text.value))
+
+    def copy(self, parent: Sequence, child: Sequence) -> None:
+        """A fork has reported, and shown, what its parent has."""
+        child.num_reported = parent.num_reported
+        child.text.num_shown = parent.text.num_shown
 
     def forget(self, request_ids: Iterable[Hashable]) -> None:
         """Nothing is to be told of these requests."""
@@ -82,8 +215,8 @@ class Outputs:
         news, self._news = self._news, {}
         outputs = []
         for sequence, bare in news.items():
-            begin, tokens = sequence.told, sequence.tokens
-            sequence.told = end = len(tokens)
+            begin, tokens = sequence.num_reported, sequence.tokens
+            sequence.num_reported = end = len(tokens)
             extras = NO_EXTRAS if bare else self._extras(sequence, begin)
             outputs.append(
                 RequestOutput(sequence.finish_reason, sequence, tokens, begin, end, extras)
@@ -92,14 +225,16 @@ class Outputs:
 
     def _decode(self, sequence: Sequence) -> None:
         """Brings a sequence's text up to its tokens."""
-        if sequence.detokenizer is None:
-            sequence.detokenizer = self._tokenizer.stream()
-            sequence.decoded = len(sequence.request.prompt)
-        new = sequence.tokens[sequence.decoded :]
-        sequence.decoded += len(new)
-        sequence.text += sequence.detokenizer.push(new)
+        text = sequence.text
+        if text.detokenizer is None:
+            assert self._tokenizer is not None
+            text.detokenizer = self._tokenizer.stream()
+            text.num_decoded = len(sequence.request.prompt)
+        new = sequence.tokens[text.num_decoded :]
+        text.num_decoded += len(new)
+        text.value += text.detokenizer.push(new)
         if sequence.finish_reason is not None:
-            sequence.text += sequence.detokenizer.flush()
+            text.value += text.detokenizer.flush()
 
     def _extras(self, sequence: Sequence, begin: int) -> Extras:
         request, params = sequence.request, sequence.request.params
@@ -107,7 +242,7 @@ class Outputs:
         reported = begin - len(request.prompt)
         new_text = self._new_text(sequence) if texts else ""
         return Extras(
-            new_text, sequence.text[: sequence.shown], sequence.error,
+            new_text, sequence.text.value[: sequence.text.num_shown], sequence.error,
             sequence.logprobs[reported:] if keeps and params.logprobs is not None else None,
             None if reported else request.prompt_logprobs,
             sequence.cumulative_logprob if keeps else None,
@@ -115,14 +250,15 @@ class Outputs:
 
     def _new_text(self, sequence: Sequence) -> str:
         """What can be shown since the last output; what may yet become a stop text is held back."""
-        if not sequence.text_is_over:
+        text = sequence.text
+        if not text.stopped:
             self._decode(sequence)
-        safe = len(sequence.text)
+        safe = len(text.value)
         if sequence.finish_reason is None:
-            safe -= _could_begin(sequence.text, sequence.request.params.stop)
-        text = sequence.text[sequence.shown : safe]
-        sequence.shown = max(sequence.shown, safe)
-        return text
+            safe -= _could_begin(text.value, sequence.request.params.stop)
+        new = text.value[text.num_shown : safe]
+        text.num_shown = max(text.num_shown, safe)
+        return new
 
 
 def _mean_logprob(sequence: Sequence) -> float:

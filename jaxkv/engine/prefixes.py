@@ -6,7 +6,7 @@ from jaxkv.engine.requests import Sequence
 from jaxkv.manager.block_manager import BlockManager
 
 
-class PrefixesUnderWay:
+class PrefixesInFlight:
     """Blocks that running sequences compute and that nobody can find yet.
 
     Args:

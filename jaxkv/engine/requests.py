@@ -1,4 +1,4 @@
-"""A request, its samples, and what the user hears of them. Host code: imports no JAX."""
+"""Requests and their samples. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxkv.engine.protocols import TextStream
 from jaxkv.engine.search import Beam
 from jaxkv.sampling.params import SamplingParams
 
@@ -103,6 +104,27 @@ class Request:
         return self.params.prompt_logprobs and have < len(self.prompt) - 1
 
 
+@dataclasses.dataclass(slots=True)
+class TextState:
+    """Text of a sequence's output.
+
+    Attributes:
+      value: the text, as far as it is known.
+      num_decoded: tokens that it comes from, the prompt counted.
+      num_searched: characters of it in which no stop text ends.
+      num_shown: characters of it that outputs have given.
+      stopped: whether a stop text was found.
+      detokenizer: streaming detokenizer; None before the first token is decoded.
+    """
+
+    value: str = ""
+    num_decoded: int = 0
+    num_searched: int = 0
+    num_shown: int = 0
+    stopped: bool = False
+    detokenizer: TextStream | None = None
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
     """One sample of a request.
@@ -115,16 +137,11 @@ class Sequence:
         appended to it, and a list of its own takes its place where some are taken back.
       status: see there.
       row: of the block table and of the sampler; -1 without blocks.
-      awaited: tokens that were still on their way when it lost its row.
+      num_in_flight: sampled tokens that were still to come when it lost its row.
       finish_reason: None while it goes on.
       error: what went wrong.
-      told: leading tokens that outputs have given, or that are the prompt.
-      text: as far as it is known.
-      decoded: tokens that it comes from, the prompt counted.
-      searched: characters of it in which no stop text ends.
-      text_is_over: whether a stop text was found.
-      shown: characters of it that outputs have given.
-      detokenizer: of its output, or None.
+      num_reported: leading tokens that outputs have given, or that are the prompt.
+      text: its text; `Outputs` alone writes it.
       logprobs: of its output tokens, if kept.
       cumulative_logprob: their sum.
       num_preemptions: how often it lost its blocks.
@@ -139,18 +156,13 @@ class Sequence:
     request: Request
     sample: int
     tokens: list[int]
-    told: int
+    num_reported: int
     status: Status = Status.NEW
     row: int = -1
-    awaited: int = 0
+    num_in_flight: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    text: str = ""
-    decoded: int = 0
-    searched: int = 0
-    text_is_over: bool = False
-    shown: int = 0
-    detokenizer: Any = None
+    text: TextState = dataclasses.field(default_factory=lambda: TextState())
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_preemptions: int = 0
@@ -158,123 +170,3 @@ class Sequence:
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     waits_for: bytes = b""
     candidates: tuple[np.ndarray, np.ndarray] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Extras:
-    """What an output has beside token ids; see `RequestOutput`."""
-
-    new_text: str = ""
-    text: str = ""
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    cumulative_logprob: float | None = None
-
-
-NO_EXTRAS = Extras()
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class RequestOutput:
-    """What a step brought for one sample of a request.
-
-    There is one for each sequence and step, and making them is a large part of what a step costs
-    the host: what does not change from step to step is looked up when somebody asks.
-
-    Attributes:
-      finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
-        (max_tokens or the cache's longest sequence), "abort", or "error".
-    """
-
-    finish_reason: FinishReason | None
-    _sequence: Sequence
-    _tokens: list[int]  # of the sequence, which goes on growing
-    _begin: int  # of the new ones
-    _end: int
-    _extras: Extras = NO_EXTRAS
-
-    @property
-    def request_id(self) -> Hashable:
-        """The request."""
-        return self._sequence.request.id
-
-    @property
-    def sample(self) -> int:
-        """Which of its samples."""
-        return self._sequence.sample
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """The prompt."""
-        return self._sequence.request.prompt
-
-    @property
-    def new_token_ids(self) -> list[int]:
-        """Tokens of this step."""
-        return self._tokens[self._begin : self._end]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All tokens so far, the end token included."""
-        return self._tokens[len(self.prompt_ids) : self._end]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many they are."""
-        return self._end - len(self.prompt_ids)
-
-    @property
-    def new_text(self) -> str:
-        """The text that the new tokens complete; "" without a tokenizer."""
-        return self._extras.new_text
-
-    @property
-    def text(self) -> str:
-        """All text so far, up to a stop text."""
-        return self._extras.text
-
-    @property
-    def finished(self) -> bool:
-        """Whether this is the sample's last output."""
-        return self.finish_reason is not None
-
-    @property
-    def error(self) -> str | None:
-        """What went wrong, if something did."""
-        return self._extras.error
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the new tokens, if asked for."""
-        return self._extras.logprobs
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the prompt from its second token on, if asked for; with the first output."""
-        return self._extras.prompt_logprobs
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Of all tokens so far, if log-probabilities are kept."""
-        return self._extras.cumulative_logprob
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was found in the cache."""
-        return self._sequence.request.num_cached_tokens or 0
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often the sample has lost its blocks by now."""
-        return self._sequence.num_preemptions
-
-    @property
-    def timings(self) -> Timings:
-        """Of the request, as far as they are known by now."""
-        return self._sequence.request.timings
-
-    def __repr__(self) -> str:
-        names = ("request_id", "sample", "new_token_ids", "new_text", "num_tokens", "finish_reason",
-                 "error", "num_cached_tokens")  # fmt: skip
-        return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"

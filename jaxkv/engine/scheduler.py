@@ -1,24 +1,25 @@
-"""What the next step computes: decodes and prompt chunks under a token budget.
+"""The scheduler: decodes and prompt chunks of the next step, under a token budget.
 
-All that grows in the block manager grows here, so that there is one place that can run out of
-blocks, and one that preempts. Host code: imports no JAX.
+Everything that grows in the block manager grows here, so that one place can run out of blocks, and
+one place preempts. Host code: imports no JAX.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 
 from jaxkv.engine.config import SchedulerConfig
-from jaxkv.engine.prefixes import PrefixesUnderWay
+from jaxkv.engine.prefixes import PrefixesInFlight
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.engine.search import Continuation
 from jaxkv.engine.work import Chunk, Decodes, Work
 from jaxkv.errors import OutOfBlocksError
+from jaxkv.manager import events
 from jaxkv.manager.block_manager import BlockManager
 
 # Steps whose slots are asked for together with those that are needed now, where there are blocks:
@@ -26,32 +27,41 @@ from jaxkv.manager.block_manager import BlockManager
 LOOKAHEAD = 3
 
 
-class Scheduler:
-    """Waiting and running sequences, and whose turn it is.
+@dataclasses.dataclass
+class Changes:
+    """Row changes that the device has not seen yet.
 
-    Args:
-      manager: the pool's.
-      config: see there.
-      forked: called with (parent, child) when a child got its row.
-      preempted: called with (victim, reason) before it loses its row.
+    Attributes:
+      preempted: (sequence, the row it had) of sequences that lost their blocks.
+      forks: (parent, child) of children that got a row, which is to become a copy of the parent's.
     """
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        config: SchedulerConfig,
-        *,
-        forked: Callable[[Sequence, Sequence], None],
-        preempted: Callable[[Sequence, str], None],
-    ):
+    preempted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    forks: list[tuple[Sequence, Sequence]] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """Waiting and running sequences, and their order.
+
+    Args:
+      manager: the block manager; its rows are the sequences that can run at once.
+      config: how steps are formed.
+
+    Attributes:
+      waiting: sequences without blocks, in order of admission.
+      running: sequences with blocks, in order; the last is preempted first.
+      rows: progress of the running sequences, by row.
+    """
+
+    def __init__(self, manager: BlockManager, config: SchedulerConfig):
         self.manager, self.config = manager, config
-        self._forked, self._preempted = forked, preempted
-        self.waiting: list[Sequence] = []  # by order
-        self.running: list[Sequence] = []  # by order
-        self.at = Progress(manager.max_seqs)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.rows = Progress(manager.max_seqs)
+        self._changes = Changes()
         self._in_order: np.ndarray | None = None  # rows of the running ones, until they change
-        self._prefixes = PrefixesUnderWay(manager, enabled=config.defer_shared_prefixes)
-        self._untold = 0  # decode steps since the manager was told of their tokens
+        self._prefixes = PrefixesInFlight(manager, enabled=config.defer_shared_prefixes)
+        self._steps_since_sync = 0  # decode steps since the manager was told of their tokens
         self._keys = itertools.count()
 
     # -- coming and going --------------------------------------------------------------------
@@ -80,7 +90,7 @@ class Scheduler:
         """A sequence has got blocks and a row."""
         bisect.insort(self.running, sequence, key=_order)
         sequence.status, self._in_order = Status.RUNNING, None
-        self.at.open(sequence, row, scheduled=scheduled, appended=appended)
+        self.rows.open(sequence, row, scheduled=scheduled, appended=appended)
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -89,24 +99,31 @@ class Scheduler:
             self._sync(np.array([sequence.row]))
         self.manager.free(sequence.key)
         self._prefixes.end(sequence)
-        self.at.close(sequence)
+        self.rows.close(sequence)
 
     def take(self, sequence: Sequence, token: int) -> None:
         """A token has come to the host, whether the sequence still has its row or not."""
         sequence.tokens.append(token)
         if sequence.status is Status.RUNNING:
-            self.at.known[sequence.row] += 1
+            self.rows.known[sequence.row] += 1
         else:
-            sequence.awaited -= 1
+            sequence.num_in_flight -= 1
+
+    def take_changes(self) -> Changes:
+        """Row changes since the last call. The device applies them before the next step."""
+        changes, self._changes = self._changes, Changes()
+        return changes
 
     def preempt(self, sequence: Sequence, reason: str) -> None:
-        """Takes a sequence's blocks; what it had computed may be found again when it resumes.
+        """Frees a sequence's blocks; what it had computed may be found again when it resumes.
 
         The hypotheses of a beam search step together, and so they lose their blocks together.
         """
         group = [s for s in sequence.request.samples if s.status is Status.RUNNING]
         for victim in group if sequence.request.beam else [sequence]:
-            self._preempted(victim, reason)
+            detail = {"reason": reason, "request": victim.request.id, "sample": victim.sample}
+            self.manager.note(events.PREEMPT, victim.key, detail)
+            self._changes.preempted.append((victim, victim.row))
             self._release(victim)
             victim.candidates = None
             victim.num_preemptions += 1
@@ -116,27 +133,27 @@ class Scheduler:
 
     def schedule(self) -> Work | None:
         """The next step; None if there is nothing that can be done before tokens come back."""
-        at, rows = self.at, self._rows()
-        if self._untold >= self.manager.block_size:
+        progress, rows = self.rows, self._running_rows()
+        if self._steps_since_sync >= self.manager.block_size:
             self._sync(rows)
-            self._untold = 0
-        scheduled = at.scheduled[rows]
-        prefilling = scheduled < at.appended[rows]
-        decoding = scheduled + 1 < at.end[rows]  # tokens in flight are not the last
+            self._steps_since_sync = 0
+        scheduled = progress.scheduled[rows]
+        prefilling = scheduled < progress.appended[rows]
+        decoding = scheduled + 1 < progress.end[rows]  # tokens in flight are not the last
         decoding &= ~prefilling
-        decoding &= (at.known[rows] > scheduled) | ~at.stepwise[rows]
+        decoding &= (progress.known[rows] > scheduled) | ~progress.needs_sync[rows]
         begun = rows[prefilling].tolist()
         rows = self._reserve(rows if decoding.all() else rows[decoding])
         budget = self.config.max_tokens_per_step
         chunks: list[Chunk] = []
         for row in begun:
-            if budget and at.keys[row] >= 0:  # it may have been preempted
+            if budget and progress.keys[row] >= 0:  # it may have been preempted
                 chunks.append(self._chunk(row, budget))
                 budget -= chunks[-1].count
         admitted: list[Sequence] = []
         budget = self._admit(chunks, admitted, budget)
-        decodes, num_steps = at.decodes(rows), 1
-        alone = not chunks and not decodes.stepwise
+        decodes, num_steps = progress.decodes(rows), 1
+        alone = not chunks and not decodes.needs_sync
         if len(rows) and alone and self.config.decode_steps_per_dispatch > 1:
             num_steps = self._reserve_ahead(rows)
         if not len(rows) and not chunks:
@@ -149,35 +166,35 @@ class Scheduler:
     def _work(
         self, decodes: Decodes, chunks: list[Chunk], num_steps: int, admitted: list[Sequence]
     ) -> Work:
-        at, rows = self.at, decodes.rows
-        positions, tokens = at.scheduled[rows], None
-        unsent = at.unsent[rows]
+        progress, rows = self.rows, decodes.rows
+        positions, tokens = progress.scheduled[rows], None
+        unsent = progress.unsent[rows]
         if unsent.any():
             tokens = np.full(len(rows), -1, np.int64)
             for i in np.flatnonzero(unsent).tolist():
                 tokens[i] = decodes.sequences[i].tokens[positions[i]]
         return Work(
-            decodes, positions, tokens, np.minimum(at.end[rows] - positions - 1, num_steps),
+            decodes, positions, tokens, np.minimum(progress.end[rows] - positions - 1, num_steps),
             chunks, num_steps, admitted,
             max([decodes.logprobs, *(chunk.sequence.request.logprobs for chunk in chunks)]),
         )  # fmt: skip
 
     def dispatched(self, work: Work) -> None:
         """The step is on its way: the KV of its positions counts as computed."""
-        self._untold += work.num_steps
-        self.at.scheduled[work.decodes.rows] += work.counts
-        self.at.unsent[work.decodes.rows] = False
+        self._steps_since_sync += work.num_steps
+        self.rows.scheduled[work.decodes.rows] += work.counts
+        self.rows.unsent[work.decodes.rows] = False
         keys, counts = [], []
         for chunk in work.chunks:
             for sequence in (chunk.sequence, *chunk.children):
-                self.at.scheduled[sequence.row] = chunk.start + chunk.count
+                self.rows.scheduled[sequence.row] = chunk.start + chunk.count
                 keys.append(sequence.key)
                 counts.append(chunk.count)
             self._prefixes.computed(chunk.sequence, chunk.start, chunk.start + chunk.count)
         if keys:
             self.manager.commit_batch(keys, counts)
 
-    def _rows(self) -> np.ndarray:
+    def _running_rows(self) -> np.ndarray:
         """Rows of the running sequences, in order."""
         if self._in_order is None:
             self._in_order = np.array([s.row for s in self.running], np.int64)
@@ -191,8 +208,8 @@ class Scheduler:
         The last to come loses its blocks first. The first to come can always go on: everything
         else can be taken from the others, and what never fits was refused when it came.
         """
-        at = self.at
-        while np.count_nonzero(self._ends(rows, num_steps) > at.slots[rows]):
+        progress = self.rows
+        while np.count_nonzero(self._ends(rows, num_steps) > progress.slots[rows]):
             try:
                 self._ask(rows, num_steps + LOOKAHEAD)
                 break
@@ -205,20 +222,20 @@ class Scheduler:
                     raise
                 reason = f"{error.asked} blocks were asked for, {error.free} were free"
                 self.preempt(self.running[-1], reason)
-                rows = rows[at.keys[rows] >= 0]
+                rows = rows[progress.keys[rows] >= 0]
         return rows
 
     def _ends(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
         """How long these sequences are after so many steps more."""
-        return np.minimum(self.at.scheduled[rows] + num_steps, self.at.end[rows] - 1)
+        return np.minimum(self.rows.scheduled[rows] + num_steps, self.rows.end[rows] - 1)
 
     def _ask(self, rows: np.ndarray, num_steps: int) -> None:
         """Slots for so many steps, from the manager, for those that have too few."""
-        at, ends = self.at, self._ends(rows, num_steps)
-        short = ends > at.slots[rows]
+        progress, ends = self.rows, self._ends(rows, num_steps)
+        short = ends > progress.slots[rows]
         rows, ends = rows[short], ends[short]
-        appended = at.appended[rows]
-        at.slots[rows] = appended + self.manager.reserve(self._keys_of(rows), ends - appended)
+        appended = progress.appended[rows]
+        progress.slots[rows] = appended + self.manager.reserve(self._keys_of(rows), ends - appended)
 
     def _reserve_ahead(self, rows: np.ndarray) -> int:
         """More slots for several steps at once, if there are blocks for it; for how many."""
@@ -229,11 +246,11 @@ class Scheduler:
             return 1
         return num_steps
 
-    def num_untold(self) -> int:
+    def num_unsynced(self) -> int:
         """Tokens in slots of which the manager has not been told yet."""
-        at, rows = self.at, self._rows()
-        known = np.minimum(at.known[rows], at.scheduled[rows])
-        return int(np.maximum(known - at.appended[rows], 0).sum())
+        progress, rows = self.rows, self._running_rows()
+        known = np.minimum(progress.known[rows], progress.scheduled[rows])
+        return int(np.maximum(known - progress.appended[rows], 0).sum())
 
     def _sync(self, rows: np.ndarray) -> None:
         """Tells the manager the tokens that have come, for positions that have been computed.
@@ -241,24 +258,24 @@ class Scheduler:
         Steps run in the order in which they are sent off: whoever finds a block that is full now
         reads it later.
         """
-        at = self.at
-        known = np.minimum(at.known[rows], at.scheduled[rows])
-        behind = known > at.appended[rows]
+        progress = self.rows
+        known = np.minimum(progress.known[rows], progress.scheduled[rows])
+        behind = known > progress.appended[rows]
         rows, known = rows[behind], known[behind]
         if not len(rows):
             return
-        old = at.appended[rows]
+        old = progress.appended[rows]
         spans = zip(rows.tolist(), old.tolist(), known.tolist(), strict=True)
-        runs = itertools.chain.from_iterable(at.tokens(row, a, b) for row, a, b in spans)
+        runs = itertools.chain.from_iterable(progress.tokens(row, a, b) for row, a, b in spans)
         tokens = np.fromiter(runs, np.int32, int((known - old).sum()))
         selected = self.manager.select(self._keys_of(rows))
         self.manager.append_batch(selected, tokens, known - old)
         self.manager.commit_batch(selected, known - old)
-        at.appended[rows] = known
+        progress.appended[rows] = known
 
     def _keys_of(self, rows: np.ndarray) -> list[int]:
         """Names of the sequences in these rows."""
-        return self.at.keys[rows].tolist()
+        return self.rows.keys[rows].tolist()
 
     # -- what a user takes back or guesses ---------------------------------------------------
 
@@ -267,19 +284,19 @@ class Scheduler:
         self._prefixes.cut(sequence, len(sequence.tokens))
         if sequence.status is not Status.RUNNING:
             return
-        at, row, length = self.at, sequence.row, len(sequence.tokens)
-        at.known[row], at.slots[row] = length, 0
+        progress, row, length = self.rows, sequence.row, len(sequence.tokens)
+        progress.known[row], progress.slots[row] = length, 0
         # The last token is computed again, since its logits are wanted.
-        at.scheduled[row] = min(at.scheduled[row], length - 1)
-        at.appended[row] = min(at.appended[row], length)
-        if at.appended[row] > at.scheduled[row] >= length - 1:
-            at.appended[row] = at.scheduled[row]
-        self.manager.truncate(sequence.key, int(at.appended[row]))
+        progress.scheduled[row] = min(progress.scheduled[row], length - 1)
+        progress.appended[row] = min(progress.appended[row], length)
+        if progress.appended[row] > progress.scheduled[row] >= length - 1:
+            progress.appended[row] = progress.scheduled[row]
+        self.manager.truncate(sequence.key, int(progress.appended[row]))
 
     def reserve_for(self, sequence: Sequence, count: int) -> int:
         """Slots for the next tokens of one sequence: `count`, or 1 if there are not so many."""
-        at, rows = self.at, np.array([sequence.row])
-        slots = int(at.scheduled[sequence.row]) + count - int(at.appended[sequence.row])
+        progress, rows = self.rows, np.array([sequence.row])
+        slots = int(progress.scheduled[sequence.row]) + count - int(progress.appended[sequence.row])
         try:
             self.manager.reserve([sequence.key], slots)
         except OutOfBlocksError:
@@ -291,10 +308,10 @@ class Scheduler:
     def verified(self, sequence: Sequence) -> None:
         """All but the last of its tokens are computed; slots of a wrong draft go back."""
         row = sequence.row
-        self.at.scheduled[row] = len(sequence.tokens) - 1
+        self.rows.scheduled[row] = len(sequence.tokens) - 1
         self._sync(np.array([row]))
-        self.manager.truncate(sequence.key, int(self.at.appended[row]))
-        self.at.slots[row], self.at.unsent[row] = 0, True
+        self.manager.truncate(sequence.key, int(self.rows.appended[row]))
+        self.rows.slots[row], self.rows.unsent[row] = 0, True
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -304,7 +321,7 @@ class Scheduler:
         while budget and deferred < len(self.waiting):
             sequence = self.waiting[deferred]
             request = sequence.request
-            if sequence.awaited:  # preempted so lately that its last token has not come yet
+            if sequence.num_in_flight:  # preempted so lately that its last token has not come yet
                 break
             if self._prefixes.must_wait(sequence):
                 deferred += 1
@@ -313,6 +330,8 @@ class Scheduler:
                 allocation = self.manager.allocate(
                     sequence.key, sequence.tokens, namespace=request.namespace,
                     skip_prefix_cache=request.wants_prompt_logprobs,
+                    # For running sequences; when nothing runs, whatever fits is admitted.
+                    keep_watermark=bool(self.running),
                 )  # fmt: skip
             except OutOfBlocksError:
                 break
@@ -332,8 +351,8 @@ class Scheduler:
         return budget
 
     def _chunk(self, row: int, budget: int) -> Chunk:
-        start, end = int(self.at.scheduled[row]), int(self.at.appended[row])
-        sequence = self.at.sequences[row]
+        start, end = int(self.rows.scheduled[row]), int(self.rows.appended[row])
+        sequence = self.rows.sequences[row]
         assert sequence is not None
         return Chunk(sequence, start, min(end - start, budget))
 
@@ -356,11 +375,12 @@ class Scheduler:
             self.manager.fork(parent.key, child.key)
         except OutOfBlocksError:
             return False
-        scheduled, appended = (int(x[parent.row]) for x in (self.at.scheduled, self.at.appended))
-        row, self.at.slots[parent.row] = self.manager.row(child.key), 0
+        progress, row = self.rows, parent.row
+        scheduled, appended = int(progress.scheduled[row]), int(progress.appended[row])
+        progress.slots[row], row = 0, self.manager.row(child.key)
         self._runs(child, row, scheduled=scheduled, appended=appended)
-        self.at.unsent[row] = self.at.unsent[parent.row]
-        self._forked(parent, child)
+        progress.unsent[row] = progress.unsent[parent.row]
+        self._changes.forks.append((parent, child))
         return True
 
     # -- beam search -------------------------------------------------------------------------
@@ -400,8 +420,8 @@ class Scheduler:
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
             self._prefixes.cut(sequence, len(request.prompt))
-            self.at.known[sequence.row], self.at.slots[sequence.row] = len(sequence.tokens), 0
-            self.at.unsent[sequence.row] = True
+            self.rows.known[sequence.row], self.rows.slots[sequence.row] = len(sequence.tokens), 0
+            self.rows.unsent[sequence.row] = True
             sequence.cumulative_logprob = one.logprob
         return [live[row] for row in spare]
 

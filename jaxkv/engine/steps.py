@@ -29,7 +29,7 @@ from jaxkv.sampling.sampler import History, RowParams, Sampled, SamplerState, sa
 trace_counts: Counter[tuple[int, int, int]] = Counter()
 
 
-class Entries(NamedTuple):
+class SampledPositions(NamedTuple):
     """Which tokens of a batch are followed by a choice: L of them.
 
     Attributes:
@@ -82,7 +82,7 @@ def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
         static_argnames=("num_logprobs", "processors"),
     )
     def step(leaves, state: PagedState, history: History, params: RowParams, plan: DevicePlan,
-             tokens, batch: Batch, entries: Entries, *, num_logprobs: int | None = None,
+             tokens, batch: Batch, entries: SampledPositions, *, num_logprobs: int | None = None,
              processors: tuple[LogitsProcessor, ...] = ()):  # fmt: skip
         trace_counts[len(tokens), len(batch.query_start) - 1, 1] += 1
         state = apply_device_plan(state, plan)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from jaxkv.config import CacheConfig
 from jaxkv.errors import ConfigError
 from jaxkv.manager.block_manager import BlockManager
 from jaxkv.sampling.params import MAX_STOP_TOKENS
@@ -43,6 +44,37 @@ def checked_prompt(
             f"{vocab_size}"
         )
     return ids
+
+
+def require_manager_fits(
+    manager: BlockManager,
+    cache: CacheConfig,
+    clock: Callable[[], float] | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Raises ConfigError unless an engine with this cache can use a given block manager."""
+    if options:
+        raise ConfigError(
+            f"{', '.join(options)}: options of the block manager go to its constructor when "
+            "manager= is given"
+        )
+    if clock is not None and clock is not manager.clock:
+        raise ConfigError("clock= and the clock of manager= differ: an engine has one clock")
+    if manager.block_size != cache.block_size:
+        raise ConfigError(
+            f"the manager has block_size={manager.block_size}, the cache {cache.block_size}"
+        )
+    for name in ("num_blocks", "max_seqs", "max_blocks_per_seq"):
+        has, room = getattr(manager, name), getattr(cache, name)
+        if has > room:
+            raise ConfigError(f"the manager has {name}={has}, the cache has room for {room}")
+    stats = manager.stats()
+    if stats.active or stats.cached or stats.num_seqs:
+        raise ConfigError(
+            f"the manager has {stats.num_seqs} sequences, {stats.active} active and "
+            f"{stats.cached} cached blocks, whose KV is not in this engine's cache: free them and "
+            "call reset_prefix_cache()"
+        )
 
 
 def require_fits(manager: BlockManager, prompt: int, end: int) -> None:

@@ -39,9 +39,9 @@ class Decodes:
       sequences: n of them.
       rows: i64[n].
       keys: i64[n].
-      plain: bool[n]; whose tokens are appended and told, and nothing else is done with them.
-      all_plain: whether that holds for all.
-      stepwise: whether the next step of one follows from the tokens of this one.
+      simple: bool[n]; whose tokens are appended and told, and nothing else is done with them.
+      all_simple: whether that holds for all.
+      needs_sync: whether the next step of one follows from the tokens of this one.
       logprobs: the most likeliest tokens that one of them wants reported; -1: none wants any.
       num_stop_ids: the most that one of them has.
     """
@@ -49,9 +49,9 @@ class Decodes:
     sequences: list[Sequence]
     rows: np.ndarray
     keys: np.ndarray
-    plain: np.ndarray
-    all_plain: bool
-    stepwise: bool
+    simple: np.ndarray
+    all_simple: bool
+    needs_sync: bool
     logprobs: int
     num_stop_ids: int
 

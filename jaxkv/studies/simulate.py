@@ -16,7 +16,7 @@ from jaxkv._util import ceil_div
 from jaxkv.errors import ConfigError
 from jaxkv.progress_bar import progress_bar
 from jaxkv.studies.belady import belady_hit_rate
-from jaxkv.studies.simulated_server import Replay, Service, Timeline
+from jaxkv.studies.simulated_server import Service, SimulatedServer, Timeline
 from jaxkv.studies.traces import Trace, load_trace
 
 
@@ -127,7 +127,7 @@ def simulate(
     trace = trace if isinstance(trace, Trace) else load_trace(trace)
     if num_blocks < 1 or block_size < 1:
         raise ConfigError(f"{num_blocks=} and {block_size=} must be positive")
-    replay = Replay(trace, num_blocks, policy, block_size, prefix_index, service)
+    replay = SimulatedServer(trace, num_blocks, policy, block_size, prefix_index, service)
     with progress_bar(shown=progress) as bar:
         requests = replay.live() if service else replay.instant()
         what = f"{trace.name}, {num_blocks} blocks"
@@ -136,7 +136,7 @@ def simulate(
     return _result(replay, bound)
 
 
-def _result(replay: Replay, bound: float | None) -> SimulationResult:
+def _result(replay: SimulatedServer, bound: float | None) -> SimulationResult:
     trace, size, line = replay.trace, replay.block_size, replay.timeline()
     slots, reserved = line.active.sum() * size, line.seqs.sum() * trace.max_len
     peak_seqs = int(line.seqs.max(initial=0))

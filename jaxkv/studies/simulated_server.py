@@ -67,7 +67,7 @@ class Timeline:
     seqs: np.ndarray
 
 
-class Replay:
+class SimulatedServer:
     """One run: the manager, its clock, and what is counted on the way. See `simulate`."""
 
     def __init__(

@@ -8,7 +8,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv import BlockManager, CacheConfig, Engine, SamplingParams, SchedulerConfig
-from jaxkv.engine.prefixes import PrefixesUnderWay
 
 MAX_LEN, BLOCK, MAX_SEQS = 64, 4, 4
 # One form of decode steps: compiling takes most of these tests' time.
@@ -27,15 +26,10 @@ def engine_of(model, blocks=40, *, scheduler=None, max_seqs=MAX_SEQS, block_size
         model.config, max_len=MAX_LEN, block_size=block_size, max_seqs=max_seqs, num_blocks=65
     )
     scheduler = dataclasses.replace(SCHEDULER, **(scheduler or {}))
-    engine = Engine(model, cache, scheduler, eos_token_ids=options.pop("eos_token_ids", ()),
-                    tokenizer=options.pop("tokenizer", None), seed=3)  # fmt: skip
+    own = {name: options.pop(name) for name in ("eos_token_ids", "tokenizer") if name in options}
     small = dataclasses.replace(cache, num_blocks=blocks + 1)
-    engine.manager = engine._scheduler.manager = BlockManager.for_config(
-        small, debug=True, **options
-    )
-    enabled = engine.config.defer_shared_prefixes
-    engine._scheduler._prefixes = PrefixesUnderWay(engine.manager, enabled=enabled)
-    return engine
+    manager = BlockManager.for_config(small, debug=True, **options)
+    return Engine(model, cache, scheduler, seed=3, manager=manager, **{"eos_token_ids": ()} | own)
 
 
 def greedy(max_tokens, **changes):
@@ -65,10 +59,10 @@ def verify_idle(engine):
     """Nothing is left behind."""
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.blocks.active) == (0, 0, 0), stats
-    assert not engine._requests
+    assert not engine._loop.requests
     assert not engine._scheduler._prefixes._owners
-    assert not engine._searching
-    assert not engine._flights
+    assert not engine._loop.searching
+    assert not engine._loop.in_flight
     engine.manager.take_plan()
     engine.manager.check()
 

@@ -144,7 +144,7 @@ def test_drafts_change_no_token(small_model, params, blocks):
     engine = engine_of(small_model, blocks=blocks)
     engine.submit(prompt, params, request_id="a")
     tokens = until(engine, "a", 1)
-    while "a" in engine._requests:
+    while "a" in engine._loop.requests:
         draft = want[len(tokens) : len(tokens) + 5]
         if draft and rng.random() < 0.6:  # wrong from some point on
             draft[int(rng.integers(len(draft)))] = int(rng.integers(61))

@@ -105,7 +105,7 @@ def test_nothing_compiles_after_the_first_time(small_model):
                 live.append(engine.submit(prompt_of(int(rng.integers(1, 30)), i), params))
             if live and rng.random() < 0.03:
                 engine.abort(live[int(rng.integers(len(live)))])
-            live = [r for r in live if r in engine._requests]
+            live = [r for r in live if r in engine._loop.requests]
             engine.step()
 
     trace_counts.clear()
@@ -433,7 +433,7 @@ def test_used_slots_are_counted_at_each_step_and_told_once_in_a_block(small_mode
                 del tokens[output.request_id]
         if len(tokens) == 2:  # the newest token of each has no slot yet
             assert engine.stats().blocks.used_slots == sum(tokens.values()) - 2
-            told.add(engine.manager.length(engine._requests[request].samples[0].key))
+            told.add(engine.manager.length(engine._loop.requests[request].samples[0].key))
             assert 0 <= tokens[request] - 1 - max(told) < BLOCK + steps
     assert len(told) < 40 / BLOCK + 2
     run(engine)
@@ -445,11 +445,11 @@ def test_a_rollback_while_it_computes_again_leaves_nothing_to_wait_for(small_mod
     for _ in range(35):
         engine.step()
     engine.drain()
-    (sequence,) = engine._requests[request].samples
+    (sequence,) = engine._loop.requests[request].samples
     engine._scheduler.preempt(sequence, "of the test")
     assert engine.manager.reset_prefix_cache()
     engine.step()  # the first chunk of its tokens
-    assert engine._scheduler.at.prefilling(sequence)
+    assert engine._scheduler.rows.prefilling(sequence)
     engine.rollback(request, 12)
     (output,) = [o for o in run(engine).values() if o.finished]
     assert output.token_ids == dense_greedy(small_model, prompt_of(5), 40)

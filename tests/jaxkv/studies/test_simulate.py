@@ -13,7 +13,7 @@ from jaxkv.manager.events import EVICT
 from jaxkv.manager.eviction.policies import POLICIES
 from jaxkv.studies.belady import belady_hit_rate
 from jaxkv.studies.simulate import simulate
-from jaxkv.studies.simulated_server import Replay, Service
+from jaxkv.studies.simulated_server import Service, SimulatedServer
 from jaxkv.studies.traces import Trace, load_trace
 
 
@@ -105,7 +105,7 @@ def test_no_policy_beats_belady(policy, trace, num_blocks, block_size):
 @settings(deadline=None)
 def test_requests_that_take_time_come_and_go(trace, num_blocks, block_size, concurrency):
     service = Service(prefill_tokens_per_s=3, decode_tokens_per_s=1, concurrency=concurrency)
-    replay = Replay(trace, num_blocks, "lru", block_size, "hash", service)
+    replay = SimulatedServer(trace, num_blocks, "lru", block_size, "hash", service)
     evicted = []
     replay.manager.subscribe(lambda e: evicted.extend(e.blocks if e.kind == EVICT else ()))
     assert sorted(replay.live()) == list(range(len(trace)))
@@ -127,7 +127,7 @@ def test_requests_that_take_time_come_and_go(trace, num_blocks, block_size, conc
 def test_evictions_of_requests_that_take_no_time_are_those_of_the_events():
     trace = Trace.of(range(40), [6] * 40, [1] * 40, hash_ids=[[i % 7, i % 3] for i in range(40)],
                      tokens_per_id=3)  # fmt: skip
-    replay = Replay(trace, 5, "decayed", 3, "hash", None)
+    replay = SimulatedServer(trace, 5, "decayed", 3, "hash", None)
     evicted = []
     replay.manager.subscribe(lambda e: evicted.extend(e.blocks if e.kind == EVICT else ()))
     assert len(list(replay.instant())) == 40
