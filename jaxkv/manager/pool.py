@@ -403,15 +403,12 @@ class BlockPool:
 
     def require_content(self, blocks: Iterable[int]) -> None:
         """Raises JaxkvError unless a sequence references each block, or a lookup finds it."""
+        last = self.num_blocks - 1
         for block in blocks:
-            if not 0 < block < self.num_blocks:
-                raise JaxkvError(
-                    f"block {block} is not one of the blocks 1 to {self.num_blocks - 1}"
-                )
+            if not 0 < block <= last:
+                raise JaxkvError(f"block {block} is not in the pool, whose blocks are 1 to {last}")
             if not (self.ref_counts[block] or self.indexed[block]):
-                raise JaxkvError(
-                    f"block {block} holds no content: no sequence has it, none finds it"
-                )
+                raise JaxkvError(f"block {block} is free: it holds no content")
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Drops given cached blocks, and what only they lead to.
