@@ -1,11 +1,13 @@
-"""The Flax Llama that drives the cache, its loaders and the tiny trainer."""
+"""The Flax Llama that runs on the cache, its loaders and the tiny trainer.
 
-from jaxkv.models.config import LlamaConfig as LlamaConfig
-from jaxkv.models.llama import Llama as Llama
-from jaxkv.models.load import Checkpoint as Checkpoint
-from jaxkv.models.load import default_model as default_model
-from jaxkv.models.load import load as load
-from jaxkv.models.orbax_checkpoint import save_orbax as save_orbax
-from jaxkv.models.rope import Llama3Scaling as Llama3Scaling
-from jaxkv.models.tokenizer import Tokenizer as Tokenizer
-from jaxkv.models.weights import CheckpointError as CheckpointError
+The public names are listed in `__init__.pyi` and are imported when first used: reading a config
+loads neither JAX nor Flax.
+"""
+
+import lazy_loader
+
+if __name__ != "jaxkv.models":  # a second copy would have classes and errors of its own
+    raise ImportError(f"the folder models is the package jaxkv.models; import jaxkv.models, not "
+                      f"{__name__}")  # fmt: skip
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from jaxkv.errors import ConfigError
-from jaxkv.models.rope import Llama3Scaling
 
 # Fields that change the computation, and the only value of each that this model honours.
 _ONLY = {
@@ -22,6 +21,23 @@ _ONLY = {
     "residual_multiplier": None,
     "attention_multiplier": None,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3's frequency scaling: long wavelengths are stretched by `factor`.
+
+    Attributes:
+      factor: by which the longest wavelengths grow.
+      low_freq_factor: wavelengths above original / low_freq_factor are stretched whole.
+      high_freq_factor: wavelengths below original / high_freq_factor are left alone.
+      original_max_position_embeddings: context length before scaling, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclasses.dataclass(frozen=True)

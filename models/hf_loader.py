@@ -1,43 +1,16 @@
-"""Hugging Face folders: `config.json`, safetensors in one file or in shards."""
+"""Llama weights from Hugging Face folders: safetensors in one file or in shards."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxkv.models.config import LlamaConfig
+from jaxkv.models.files import CheckpointError, read_folder_config, read_json
 from jaxkv.models.llama import Llama
-from jaxkv.models.weights import CheckpointError, Reader, build
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      CheckpointError: no such file, or no JSON object in it.
-    """
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
-def read_config(folder: Path) -> LlamaConfig:
-    """The folder's config; end tokens also from `generation_config.json`."""
-    generation = folder / "generation_config.json"
-    return LlamaConfig.from_hf(
-        read_json(folder / "config.json"),
-        generation=read_json(generation) if generation.exists() else None,
-    )
+from jaxkv.models.weights import Reader, build
 
 
 def load_hf(folder: Path, *, dtype: Any, progress: bool = False) -> Llama:
@@ -47,9 +20,8 @@ def load_hf(folder: Path, *, dtype: Any, progress: bool = False) -> Llama:
       CheckpointError: files or tensors missing, twice, unexpected or damaged; by name.
       ConfigError: a config that the model cannot honour.
     """
-    return build(
-        read_config(folder), _tensors(folder), dtype=dtype, source=str(folder), progress=progress
-    )
+    config = read_folder_config(folder)
+    return build(config, _tensors(folder), dtype=dtype, source=str(folder), progress=progress)
 
 
 def _tensors(folder: Path) -> dict[str, Reader]:

@@ -10,10 +10,9 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from jaxkv.models.hf_loader import read_config
+from jaxkv.models.files import CheckpointError, read_folder_config
 from jaxkv.models.llama import Llama
 from jaxkv.models.tokenizer import Tokenizer
-from jaxkv.models.weights import CheckpointError
 
 PARAMS = "params"
 
@@ -37,7 +36,7 @@ def load_orbax(folder: Path, *, dtype: Any) -> Llama:
       ConfigError: a config that the model cannot honour.
     """
     folder = folder.absolute()
-    config = read_config(folder)
+    config = read_folder_config(folder)
     abstract_model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, abstract = nnx.split(abstract_model)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3's frequency scaling: long wavelengths are stretched by `factor`.
-
-    Attributes:
-      factor: by which the longest wavelengths grow.
-      low_freq_factor: wavelengths above original / low_freq_factor are stretched whole.
-      high_freq_factor: wavelengths below original / high_freq_factor are left alone.
-      original_max_position_embeddings: context length before scaling, in tokens.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+from jaxkv.models.config import Llama3Scaling
 
 
 def inverse_frequencies(

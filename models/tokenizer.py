@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxkv.errors import ConfigError, JaxkvError
-from jaxkv.models.gguf_loader import GGUFFile
-from jaxkv.models.hf_loader import read_json
+from jaxkv.models.files import GGUFFile, read_json
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (

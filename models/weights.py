@@ -17,15 +17,11 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
-from jaxkv.errors import JaxkvError
 from jaxkv.models.config import LlamaConfig
+from jaxkv.models.files import CheckpointError
 from jaxkv.models.llama import Llama
 
 Reader = Callable[[], np.ndarray]  # reads one tensor when called
-
-
-class CheckpointError(JaxkvError):
-    """A checkpoint that is incomplete, damaged, or not what its config says."""
 
 
 _MODULES = {

@@ -136,7 +136,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
         return Shape(args.layers, args.kv_heads, args.head_dim)
     if len(missing) < len(given):
         raise ConfigError(f"give MODEL or {', '.join(given)}, not both")
-    from jaxkv.models.load import read_config  # only the command line looks outward
+    from jaxkv.models.files import read_config  # only the command line looks outward
 
     try:
         return read_config(args.model)

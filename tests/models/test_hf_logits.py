@@ -9,8 +9,9 @@ import pytest
 from hf_cases import CASES, state_dict, tokens
 from safetensors.numpy import save_file
 
+from jaxkv.models.config import Llama3Scaling
 from jaxkv.models.hf_loader import load_hf
-from jaxkv.models.rope import Llama3Scaling, inverse_frequencies
+from jaxkv.models.rope import inverse_frequencies
 
 DATA = Path(__file__).parent.parent / "data"
 EXPECTED = np.load(DATA / "hf_logits.npz")

@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 from jaxkv.errors import ConfigError
 from jaxkv.models import Llama, LlamaConfig, Tokenizer, load, save_orbax
-from jaxkv.models.gguf_loader import GGUFFile, load_gguf
+from jaxkv.models.files import CheckpointError, GGUFFile
+from jaxkv.models.gguf_loader import load_gguf
 from jaxkv.models.hf_loader import load_hf
 from jaxkv.models.orbax_checkpoint import load_orbax
-from jaxkv.models.weights import CheckpointError
 
 HF = {name: (config, seed) for name, config, seed in CASES}
 
@@ -140,7 +140,7 @@ def test_truncated_file_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [(b"[]", "holds a list"), (b"{", "is not JSON"), (b"\xff\xfe", "is not JSON"), (b"", "is not")],
+    [(b"[]", "holds a list"), (b"{", "not valid"), (b"\xff\xfe", "not valid"), (b"", "not valid")],
 )
 def test_a_config_that_is_no_object_is_named(tmp_path, text, reason):
     (tmp_path / "config.json").write_bytes(text)

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models.rope import Llama3Scaling, inverse_frequencies, rope_phases
+from jaxkv.models.config import Llama3Scaling
+from jaxkv.models.rope import inverse_frequencies, rope_phases
 
 EXPECTED = np.load(Path(__file__).parent.parent / "data" / "hf_rope.npz")
 

@@ -12,7 +12,7 @@ from jaxkv.cli import size
 from jaxkv.config import DTYPES
 from jaxkv.errors import JaxkvError
 from jaxkv.models import Llama, LlamaConfig, save_orbax
-from jaxkv.models.load import read_config
+from jaxkv.models.files import read_config
 from jaxkv.planning.sizing import Shape, cache_size, suggest_block_size
 from jaxkv.studies.traces import load_trace
 
