@@ -2,4 +2,5 @@
 
 from jaxkv.cli import main
 
-main()
+if __name__ == "__main__":
+    raise SystemExit(main())

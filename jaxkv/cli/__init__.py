@@ -1,13 +1,29 @@
-"""The command line: the outermost layer. It and `compile_check` alone know `models`."""
+"""The command line: the outermost layer. It and `compile_check` alone know `models`.
+
+A command's module is imported when the command is named. At its top it imports what its options
+need; JAX, Flax, rich and matplotlib come inside `run`, where the command needs them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxkv.cli import bench, compile_check, generate, replay, simulate, size, snapshot
+from jaxkv import __version__
 from jaxkv.errors import JaxkvError
+
+_COMMANDS = {
+    "generate": "generate text through a paged KV cache",
+    "bench": "measure the engine on the requests of a trace",
+    "simulate": "replay a request trace through the block manager, without a device",
+    "size": "memory that a cache takes, and the block size that fits",
+    "snapshot": "compare snapshots of the blocks",
+    "replay": "run the log of a block manager again and compare",
+    "compile-check": "compile kernels and whole steps for GPUs you do not have",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -16,12 +32,20 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs a command; its exit status. Bad input is one line on standard error and status 2."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status.
+
+    Bad input is one line on standard error and status 2.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(prog="jaxkv", description="The paged KV-cache memory layer for JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, bench, simulate, size, snapshot, replay, compile_check):
-        command.add_parser(commands)
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name in argv:  # the options of the others are never looked at
+            module = importlib.import_module(f"jaxkv.cli.{name.replace('-', '_')}")
+            module.add_options(command)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

@@ -5,29 +5,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
 from jaxkv.config import CacheConfig
 from jaxkv.engine.config import SchedulerConfig
-from jaxkv.engine.engine import Engine
-from jaxkv.studies.bench import Measured, continuous, one_by_one, static_batches
 from jaxkv.studies.traces import PACKAGED, load_trace
-from jaxkv.studies.workload import Workload
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxkv.studies.bench import Measured
+    from jaxkv.studies.workload import Workload
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the command line."""
-    p = commands.add_parser(
-        "bench",
-        help="measure the engine with the requests of a trace",
-        description="Runs requests with the lengths of a trace (and what their prompts share, if "
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
+    p.description = (
+        "Runs requests with the lengths of a trace (and what their prompts share, if "
         "it says so) through the engine, all submitted at once, greedy, random tokens. Everything "
-        "is compiled first.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "is compiled first."
     )
+    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add_engine_options(p)
     p.add_argument(
         "--trace", default="azure-conv", metavar="TRACE",
@@ -51,6 +50,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
+    from rich.console import Console
+
+    from jaxkv.engine.engine import Engine
+    from jaxkv.studies.bench import continuous, one_by_one, static_batches
+    from jaxkv.studies.workload import Workload
+
     trace = load_trace(args.trace)
     checkpoint, path = load_model(args)
     model = checkpoint.model
@@ -85,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(work: Workload, results: list[Measured], compiling: float) -> Table:
+    from rich.table import Table
+
     table = Table(
         title=f"{work.name}: {sum(map(len, work.prompts))} prompt tokens, "
         f"{sum(work.max_tokens)} generated",

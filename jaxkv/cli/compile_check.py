@@ -6,22 +6,18 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
-
 from jaxkv.compile_check.targets import NAMES, Target
-from jaxkv.progress_bar import progress_bar
+from jaxkv.errors import ConfigError
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the command line."""
-    p = commands.add_parser(
-        "compile-check",
-        help="compile kernels and whole steps for GPUs that are not there",
-        description="Compiles the operations on the pool, the kernels and whole steps of models "
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
+    p.description = (
+        "Compiles the operations on the pool, the kernels and whole steps of models "
         "down to machine code for GPUs that this machine need not have, and reads from the "
         "compiler what they take. Exit status 1 where something does not compile, spills "
         "registers, copies the pool or writes it element by element. Needs the dependency group "
-        "`aot`: uv run --group aot jaxkv compile-check.",
+        "`aot`: uv run --group aot jaxkv compile-check."
     )
     p.add_argument(
         "--gpu", action="append", choices=[*NAMES, "all"], metavar="NAME",
@@ -38,11 +34,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    # Only here: these import the models, and every other command would wait for them.
+    from rich.console import Console
+
     from jaxkv.compile_check.compiler import compile_all
     from jaxkv.compile_check.programs import programs
     from jaxkv.compile_check.report import table
-    from jaxkv.errors import ConfigError
+    from jaxkv.progress_bar import progress_bar
 
     asked = args.gpu or ["h200"]
     targets = [name for name in NAMES if name in asked or "all" in asked]

@@ -6,26 +6,23 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
 from jaxkv.engine.config import SchedulerConfig
-from jaxkv.engine.generate import Generation, default_cache, generate
 from jaxkv.errors import ConfigError
-from jaxkv.progress_bar import progress_bar
 from jaxkv.sampling.params import BeamSearchParams, SamplingParams
 
+if TYPE_CHECKING:
+    from rich.table import Table
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the command line."""
-    p = commands.add_parser(
-        "generate",
-        help="generate text through a paged KV cache",
-        description="Generates text through a paged KV cache; several prompts decode as one batch.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    from jaxkv.engine.generate import Generation
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
+    p.description = "Generates text through a paged KV cache; several prompts decode as one batch."
+    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
     p.add_argument("--prompts-file", type=Path, metavar="FILE", help="more prompts, one per line")
     p.add_argument("--chat", action="store_true", help="apply the model's chat template")
@@ -45,7 +42,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
+    from rich.console import Console
+
+    from jaxkv.engine.generate import default_cache, generate
     from jaxkv.models.tokenizer import Detokenizer
+    from jaxkv.progress_bar import progress_bar
 
     texts = list(args.prompts)
     if args.prompts_file is not None:
@@ -130,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(result: Generation, block_size: int) -> Table:
+    from rich.table import Table
+
     stats = result.stats
     first = [o.time_to_first_token for o in result.outputs if o.time_to_first_token is not None]
     table = Table(show_header=False)

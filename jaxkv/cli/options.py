@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxkv.config import DTYPES
 
 
@@ -47,6 +45,8 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Path]:
 
 def use_compilation_cache() -> None:
     """Keeps compiled steps on disk between runs of the command line."""
+    import jax
+
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(base / "jaxkv" / "xla"))
 

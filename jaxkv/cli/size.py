@@ -7,10 +7,9 @@ import json
 import re
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from jaxkv.config import DTYPES, CacheConfig, ModelShape
 from jaxkv.errors import ConfigError
@@ -23,19 +22,20 @@ from jaxkv.planning.sizing import (
 )
 from jaxkv.studies.traces import PACKAGED, load_trace
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNITS = {"": 1} | {unit.lower(): 1024**i for i, unit in enumerate(_BINARY)}
 _UNITS |= {unit: 1000**i for i, unit in enumerate(("kb", "mb", "gb", "tb"), 1)}
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the command line."""
-    p = commands.add_parser(
-        "size",
-        help="how much memory a cache takes, and which block size fits",
-        description="How much memory the KV cache of a model takes, and how many sequences a "
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
+    p.description = (
+        "How much memory the KV cache of a model takes, and how many sequences a "
         "budget holds, paged and contiguous; from lengths of sequences, which block size costs "
-        "least. Reads no weights.",
+        "least. Reads no weights."
     )
     p.add_argument(
         "model", nargs="?", type=Path, metavar="MODEL",
@@ -119,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(report))
         return 0
+    from rich.console import Console
+
     console = Console()
     console.print(_pool_table(model, sizes))
     console.print(_sequences_table(sizes))
@@ -136,7 +138,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
         return Shape(args.layers, args.kv_heads, args.head_dim)
     if len(missing) < len(given):
         raise ConfigError(f"give MODEL or {', '.join(given)}, not both")
-    from jaxkv.models.files import read_config  # only the command line looks outward
+    from jaxkv.models.files import read_config
 
     try:
         return read_config(args.model)
@@ -243,6 +245,8 @@ def _suggestion_table(suggestion: BlockSizeSuggestion) -> Table:
 
 
 def _columns(names: tuple[str, ...], *, title: str, caption: str) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, caption=caption)
     for name in names:
         table.add_column(name, justify="left" if name == "dtype" else "right")

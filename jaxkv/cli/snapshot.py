@@ -6,33 +6,29 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
 
-from jaxkv.observe.snapshot import Snapshot, diff
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the command line."""
-    p = commands.add_parser(
-        "snapshot",
-        help="compare snapshots of the blocks",
-        description="Works on snapshots that `Snapshot.write_csv` wrote as CSV.",
-    )
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
+    p.description = "Works on snapshots that `Snapshot.write_csv` wrote as CSV."
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
-    p = actions.add_parser(
+    diff = actions.add_parser(
         "diff",
         help="blocks that leaked, appeared, vanished, moved or changed their reference count",
         description="Names the blocks that leaked, appeared, vanished, moved or changed their "
         "reference count. Exit status 1 if a block leaked.",
     )
-    p.add_argument("before", type=Path, metavar="A.csv", help="the earlier snapshot")
-    p.add_argument("after", type=Path, metavar="B.csv", help="the later one")
-    p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    p.set_defaults(run=run)
+    diff.add_argument("before", type=Path, metavar="A.csv", help="the earlier snapshot")
+    diff.add_argument("after", type=Path, metavar="B.csv", help="the later one")
+    diff.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    diff.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
+    from rich.console import Console
+
+    from jaxkv.observe.snapshot import Snapshot, diff
+
     result = diff(Snapshot.read_csv(args.before), Snapshot.read_csv(args.after))
     if args.json:
         print(json.dumps(result.to_dict()))

@@ -34,8 +34,8 @@ def code(tmp_path):
 
 def run(*args):
     parser = argparse.ArgumentParser()
-    simulate.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["simulate", *map(str, args)])
+    simulate.add_options(parser)
+    parsed = parser.parse_args(list(map(str, args)))
     return parsed.run(parsed)
 
 

@@ -11,8 +11,7 @@ from flax import nnx
 from jaxkv.cli import size
 from jaxkv.config import DTYPES
 from jaxkv.errors import JaxkvError
-from jaxkv.models import Llama, LlamaConfig, save_orbax
-from jaxkv.models.files import read_config
+from jaxkv.models import Llama, LlamaConfig, read_config, save_orbax
 from jaxkv.planning.sizing import Shape, cache_size, suggest_block_size
 from jaxkv.studies.traces import load_trace
 
@@ -26,8 +25,8 @@ CONFIG = LlamaConfig(
 def run(capsys, *args):
     """The command as its command line would run it: what it printed, or its error."""
     parser = argparse.ArgumentParser()
-    size.add_parser(parser.add_subparsers(dest="command", required=True))
-    asked = parser.parse_args(["size", *map(str, args)])
+    size.add_options(parser)
+    asked = parser.parse_args(list(map(str, args)))
     status = asked.run(asked)
     out = capsys.readouterr()
     assert status == 0
