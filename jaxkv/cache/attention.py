@@ -1,4 +1,4 @@
-"""The one call a model makes per layer: write this step's K and V into their slots, then attend."""
+"""The call that a model makes per layer: write K and V into their slots, then attend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxkv.pallas_kernels.scatter_kv import scatter_kv
 
 
 def slots(state: PagedState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """(block, offset) i32[T] of each token; padding gets a block past the pool: dropped."""
+    """(block, offset) i32[T] of each token; for padding a block past the pool, dropped."""
     max_seqs, width = state.block_tables.shape
     pool = PoolShape.of(state.kv_pages)
     num_blocks, block_size = pool.num_blocks, pool.block_size
@@ -43,38 +43,39 @@ def attention(
 ) -> tuple[jax.Array, PagedState]:
     """Writes K and V of the batch's tokens into the cache and attends over what is cached.
 
-    Each token sees the positions up to its own of its sequence.
+    Each token attends over the positions of its sequence up to its own.
 
     Args:
       q: [T, num_q_heads, head_dim], RoPE applied.
       k: [T, num_kv_heads, head_dim], RoPE applied.
       v: [T, num_kv_heads, head_dim].
       state: the cache; inside a jitted step that donates it, the write is in place.
-      layer: which layer of the cache.
-      batch: whose tokens these are, and where they stand.
-      scale: of the logits; 1 / sqrt(head_dim) by default.
-      window: a token sees this many positions, its own the last of them; None: all.
+      layer: layer of the cache.
+      batch: rows and positions of the tokens.
+      scale: scale of the logits; 1 / sqrt(head_dim) by default.
+      window: number of positions that a token sees, its own included; None: all.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
-      sinks: [num_q_heads]; logits of a key of value 0 that every token sees.
-      implementation: of `jaxkv.pallas_kernels.paged_attention`; None picks one that runs.
+      sinks: [num_q_heads]; logits of a key with value 0 that every token sees.
+      implementation: implementation of `jaxkv.pallas_kernels.paged_attention`; None: the first that
+        runs on this device.
 
     Returns:
       [T, num_q_heads, head_dim] in q's dtype (zeros for padding tokens), and the new state.
 
     Raises:
-      ValueError: shapes that do not fit the cache or each other; rows or positions that are no
-        integers, or, on the host, do not fit 32 bits.
+      ValueError: shapes that do not fit the cache or each other; rows or positions that are not
+        integers or, on the host, do not fit 32 bits.
     """
     batch = batch.in_int32()
     pool = PoolShape.of(state.kv_pages)
     num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim
     if not 0 <= layer < pool.num_layers:
-        raise ValueError(f"{layer=} is not one of the cache's {pool.num_layers} layers")
+        raise ValueError(f"{layer=} must be in [0, {pool.num_layers}), the layers of the cache")
     for name, x in (("k", k), ("v", v)):
         if x.shape != (q.shape[0], num_kv_heads, head_dim):
             raise ValueError(
-                f"{name}.shape={x.shape} does not fit {q.shape[0]} tokens of a cache with "
-                f"{num_kv_heads=} and {head_dim=}"
+                f"{name}.shape={x.shape} must be {(len(q), num_kv_heads, head_dim)}: the tokens of q, "
+                "KV heads and head_dim of the cache"
             )
     with jax.named_scope("kv_cache_update"):
         blocks, offsets = slots(state, batch)
@@ -88,7 +89,7 @@ def attention(
         implementation=implementation,
     )  # fmt: skip
     with jax.named_scope("paged_attention"):
-        rows = jnp.asarray(batch.rows)[batch.last_tokens]  # i32[S], any row for padding
+        rows = jnp.asarray(batch.rows)[batch.last_tokens]  # i32[S], arbitrary for padding
         starts = jnp.asarray(batch.query_start)
         lens = jnp.asarray(batch.positions)[batch.last_tokens] + 1
         live = (starts[1:] > starts[:-1]) & (rows >= 0) & (rows < len(state.block_tables))

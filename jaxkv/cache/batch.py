@@ -22,18 +22,18 @@ from jaxkv.pallas_kernels.integers import int32
 )
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Which tokens a step computes: ragged, in one flat row of T tokens of S sequences.
+    """Tokens of one step: ragged, T tokens of S sequences in one flat array.
 
     Attributes:
-      rows: i32[T]; the table row of each token's sequence. Padding tokens: `max_seqs` or above, or
-        negative.
+      rows: i32[T]; table row of each token's sequence; `max_seqs` or above, or negative, for
+        padding.
       positions: i32[T]; position of each token in its sequence.
-      query_start: i32[S + 1]; tokens `query_start[s] : query_start[s + 1]` are of sequence s.
-        Sequences without tokens are padding and stand at the end.
-      max_query_len: static; no sequence has more tokens in this step. 1 means a decode step.
-      num_decodes: static; so many sequences, the first ones, have one token each, and attend in the
-        decode form though others bring chunks.
-      logits_at: i32[L]; the tokens whose logits the model returns. None: each sequence's last.
+      query_start: i32[S + 1]; sequence s has tokens `query_start[s] : query_start[s + 1]`.
+        Sequences without tokens are padding, at the end.
+      max_query_len: static; most tokens of a sequence in this step. 1 means a decode step.
+      num_decodes: static; number of leading sequences with one token each, which attend in the
+        decode form beside the chunks of others.
+      logits_at: i32[L]; tokens whose logits the model returns. None: the last of each sequence.
     """
 
     rows: jax.Array | np.ndarray
@@ -81,22 +81,22 @@ class Batch:
         num_seqs: int,
         padding_row: int,
     ) -> Batch:
-        """Sequences with one token each, padded to `num_decodes`, before the chunks of others.
+        """Decodes (one token each), padded to `num_decodes`, followed by chunks of other sequences.
 
         Args:
-          decode_rows: of the sequences with one token.
-          decode_positions: of these tokens.
-          rows: of the sequences with chunks.
-          starts: positions of their first tokens.
-          counts: their tokens.
-          num_decodes: sequences of the first kind, padding included.
-          num_tokens: of the second kind, padding included.
-          num_seqs: of the second kind, padding included.
+          decode_rows: table rows of the decodes.
+          decode_positions: positions of their tokens.
+          rows: table rows of the sequences with chunks.
+          starts: positions of the chunks' first tokens.
+          counts: numbers of tokens of the chunks.
+          num_decodes: decodes, padding included.
+          num_tokens: tokens of all chunks, padding included.
+          num_seqs: sequences with chunks, padding included.
           padding_row: `max_seqs` of the cache.
 
         Raises:
-          ValueError: rows or positions that are no integers, or do not fit 32 bits.
-          JaxkvError: sequences or tokens that do not fit the batch.
+          ValueError: rows or positions that are not integers, or do not fit 32 bits.
+          JaxkvError: more sequences or tokens than the batch has room for.
         """
         total = int(sum(counts))
         if len(decode_rows) > num_decodes:
@@ -119,17 +119,17 @@ class Batch:
             token_rows[at : at + count] = row
             positions[at : at + count] = np.arange(start, start + count)
             at += count
-        # Not 1, which would promise one query of every sequence.
+        # Not 1, which would promise one query per sequence.
         return cls(token_rows, positions, query_start, max(2, num_tokens), num_decodes)
 
     @classmethod
     def decode(
         cls, rows: np.ndarray, positions: np.ndarray, *, num_seqs: int, padding_row: int
     ) -> Batch:
-        """One token for each of `rows`, at `positions`; padded to `num_seqs` sequences.
+        """One token for each of `rows`, at `positions`, padded to `num_seqs` sequences.
 
         Raises:
-          ValueError: rows or positions that are no integers, or do not fit 32 bits.
+          ValueError: rows or positions that are not integers, or do not fit 32 bits.
           JaxkvError: more rows than sequences.
         """
         if len(rows) > num_seqs:
@@ -143,7 +143,7 @@ class Batch:
 
     @classmethod
     def following(cls, state: PagedState, rows: jax.Array | np.ndarray) -> Batch:
-        """The next token of each of these rows, behind those whose KV is written.
+        """The next token of each row, at the position after those whose KV is written.
 
         Positions are `state.seq_lens` of the rows, so that a device loop needs no host: reserve the
         slots with `BlockManager.reserve` before it, append and commit the tokens after it.
@@ -167,10 +167,10 @@ class Batch:
         return cls(rows, positions, query_start, max_query_len=1)
 
     def in_int32(self) -> Batch:
-        """The same tokens, all numbers of type int32.
+        """The same batch with all numbers in int32.
 
         Raises:
-          ValueError: numbers that are no integers or, on the host, do not fit.
+          ValueError: numbers that are not integers or, on the host, do not fit 32 bits.
         """
         names = "rows", "positions", "query_start"
         fields = {name: jnp.asarray(int32(name, getattr(self, name))) for name in names}
@@ -178,17 +178,17 @@ class Batch:
 
     @property
     def last_tokens(self) -> jax.Array:
-        """i32[S]; index of each sequence's last token in this batch (0 where it has none)."""
+        """i32[S]; index of each sequence's last token in this batch (0 for padding)."""
         return jnp.maximum(jnp.asarray(self.query_start)[1:] - 1, 0)
 
     @property
     def logit_tokens(self) -> jax.Array:
-        """i32[L]; index of the tokens whose logits the model returns."""
+        """i32[L]; indices of the tokens whose logits the model returns."""
         return self.last_tokens if self.logits_at is None else jnp.asarray(self.logits_at)
 
 
 def advance(state: PagedState, batch: Batch) -> PagedState:
-    """The KV of the batch's tokens is written in all layers: lengths follow."""
+    """Counts the batch's tokens as written, in `seq_lens`; models call it after the last layer."""
     batch = batch.in_int32()
     rows = jnp.asarray(batch.rows)
     rows = jnp.where(rows >= 0, rows, len(state.seq_lens))  # a negative one would wrap

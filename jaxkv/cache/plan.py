@@ -25,9 +25,9 @@ class DevicePlan:
     """A `Plan` padded to a bucket, ready to go into a jitted step.
 
     Attributes:
-      copies: i32[C, 2] (source, destination); padding copies to a block past the pool: dropped.
-      cells: i32[E, 3] (row, column, block); padding names a row past the table: dropped.
-      lengths: i32[R, 2] (row, length); padding likewise.
+      copies: i32[C, 2] (source, destination); padding copies to a block past the pool, dropped.
+      cells: i32[E, 3] (row, column, block); padding has a row past the table, dropped.
+      lengths: i32[R, 2] (row, length); padding has a row past the table, dropped.
     """
 
     copies: jax.Array | np.ndarray
@@ -55,7 +55,7 @@ def pad_plan(plan: Plan, *, cells: int | None = None, lengths: int | None = None
         return out
 
     copies = pad(plan.copies, None if len(plan.copies) else 0)
-    copies[len(plan.copies) :, 0] = 0  # a source is read before the copy is dropped
+    copies[len(plan.copies) :, 0] = 0  # the source of a dropped copy is still read
     return DevicePlan(copies, pad(plan.cells, cells), pad(plan.lengths, lengths))
 
 
@@ -78,10 +78,10 @@ _apply = jax.jit(apply_device_plan, donate_argnames="state")
 
 
 def apply_plan(state: PagedState, plan: Plan | DevicePlan) -> PagedState:
-    """Brings the device's tables and lengths to where the manager's are. Donates state.
+    """Updates tables and lengths to the manager's, after running block copies. Donates state.
 
-    For those who drive the state themselves; a step takes the plan as an argument instead and
-    saves a dispatch.
+    For loops that drive the state by hand; an engine's step takes the plan as an argument instead
+    and saves a dispatch.
 
     Args:
       plan: from `BlockManager.take_plan()`, or padded by `pad_plan`; plans must be applied in the

@@ -1,6 +1,6 @@
-"""Which sequences of a batch share leading blocks, for attention that reads these once.
+"""Groups of sequences that share leading blocks, for attention that reads these once.
 
-Host code like the block manager: it looks at block ids, not at tokens, since sequences that share
+Host code, like the block manager. It compares block ids and not tokens, since sequences that share
 a prefix have the same ids in their tables.
 """
 
@@ -16,12 +16,12 @@ from jaxkv.manager.table import NULL_BLOCK
 
 
 class SharedPrefix(NamedTuple):
-    """Groups of neighbouring sequences, as `cascade_attention` takes them; a PyTree.
+    """Groups of neighbouring sequences, the arguments of `cascade_attention`; a PyTree.
 
     Attributes:
-      group_start: i32[G + 1]; sequences `group_start[g] : group_start[g + 1]` are group g. Those
-        behind the last share nothing; padding groups are empty.
-      shared_blocks: i32[G]; leading blocks that the sequences of the group share, or 0.
+      group_start: i32[G + 1]; group g is sequences `group_start[g] : group_start[g + 1]`. Sequences
+        after the last group share nothing; padding groups are empty.
+      shared_blocks: i32[G]; number of leading blocks that the sequences of the group share.
     """
 
     group_start: np.ndarray
@@ -38,24 +38,25 @@ def shared_prefix_groups(
     min_tokens: int = 256,
     max_groups: int = 4,
 ) -> SharedPrefix:
-    """The groups of neighbours for which reading a shared prefix once saves most.
+    """Finds the groups of neighbours for which reading a shared prefix once saves most.
 
-    A group of n sequences that share m blocks saves (n - 1) * m reads. Groups are chosen so that
-    the sum is greatest: where all share a system prompt and some of them more than that, either may
-    be better. Only neighbours are grouped, so put sequences that begin alike side by side. It takes
-    about 10 us for each sequence that shares; the groups change when sequences come, go, or fill
+    A group of n sequences that share m blocks saves (n - 1) * m block reads. The groups maximise
+    the sum: if all sequences share a system prompt and some share more, either grouping may win.
+    Only neighbours are grouped, so sequences with equal prefixes should be side by side. The search
+    takes about 10 us per sequence that shares; groups change when sequences start, end, or fill
     another shared block, not with every token.
 
     Args:
-      block_tables: i[S, max_blocks_per_seq], the rows of the batch's sequences, in its order.
+      block_tables: i[S, max_blocks_per_seq]; table rows of the sequences, in batch order.
       seq_lens: i[S]; tokens of each sequence, this step's included. 0 for padding.
       query_start: i[S + 1]; sequence s computes `query_start[s + 1] - query_start[s]` tokens in
         this step; None: one. Only full blocks before these are shared.
       block_size: tokens in a block.
-      min_sequences: smallest group.
-      min_tokens: shortest prefix; below, a second pass hardly pays. The default is vLLM's bound.
-      max_groups: groups that share; of more, those that save most are kept. The arrays are of
-        G = 2 * max_groups, so that a jitted step keeps its shape.
+      min_sequences: fewest sequences of a group.
+      min_tokens: shortest shared prefix, in tokens; for shorter ones a second pass saves little. The
+        default is vLLM's bound.
+      max_groups: most groups; those that save most are kept. The arrays have G = 2 * max_groups
+        entries, so that the shape of a jitted step is constant.
 
     Example:
       >>> tables = np.array([[7, 1, 2], [7, 1, 3], [7, 4, 0], [5, 6, 0]])
@@ -88,14 +89,17 @@ def shared_prefix_groups(
 def _best_groups(
     common: np.ndarray, min_sequences: int, min_blocks: int
 ) -> list[tuple[int, int, int]]:
-    """(first sequence, end, shared blocks) of the groups whose savings sum up to most.
+    """(first sequence, end, shared blocks) of the groups with the largest sum of savings.
 
-    common: i64[S - 1], blocks that each sequence shares with the next one.
+    Args:
+      common: i64[S - 1]; blocks that each sequence shares with the next one.
     """
     num_seqs = len(common) + 1
-    best = np.zeros(num_seqs + 1, np.int64)  # saved by the first so many sequences
-    group_first = np.arange(-1, num_seqs)  # of the group that ends there: at first, one sequence
-    run = 0  # first of the neighbours that share enough
+    best = np.zeros(num_seqs + 1, np.int64)  # best[n]: most blocks saved by the first n sequences
+    group_first = np.arange(
+        -1, num_seqs
+    )  # first sequence of the group that ends there; initially one sequence
+    run = 0  # first sequence of the run that shares enough
     for end in range(2, num_seqs + 1):
         best[end] = best[end - 1]
         if common[end - 2] < min_blocks:

@@ -14,22 +14,22 @@ from jaxkv.pallas_kernels.formats import format_of
 from jaxkv.pallas_kernels.layout import PoolShape
 
 _STALE = """\
-This PagedState was donated to a step and its pool now belongs to the state that step returned.
-Probably the old name was kept:
+This PagedState was donated to a step; its pool belongs to the state that the step returned.
+The old name was probably used again:
     logits, new_state = decode_step(params, state, tokens)
-    logits, new_state = decode_step(params, state, tokens)   # `state` is gone
+    logits, new_state = decode_step(params, state, tokens)   # `state` was donated above
 Rebind the name at every step instead:
     logits, state = decode_step(params, state, tokens)
-If the step itself failed after it took the state, the pool is lost: make a new one with
+If the step itself failed after the donation, the pool is lost: make a new one with
 jaxkv.init_state(config) and run the sequences again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedState:
-    """Pages and block tables. Every transition returns a new one; steps donate the old one.
+    """Pages and block tables. Every transition returns a new state; steps donate the old one.
 
-    A PyTree. It flattens through a function of ours and not through `register_dataclass`, so that
-    handing a donated state to any JAX function raises `StaleStateError` with the way out.
+    A PyTree. It flattens through its own function instead of `register_dataclass`, so that passing
+    a donated state to any JAX function raises `StaleStateError`, which shows the fix.
 
     Attributes:
       kv_pages: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; K at 0, V at 1.
@@ -37,7 +37,7 @@ class PagedState:
         quantised; None otherwise.
       block_tables: i32[max_seqs, max_blocks_per_seq]; 0 (the null block) where unused.
       seq_lens: i32[max_seqs]; tokens whose KV is written: `apply_plan` sets it for new rows,
-        `advance` counts on, and `Batch.following` makes the next decode step of it.
+        `advance` increases it, and `Batch.following` reads the next positions from it.
     """
 
     kv_pages: jax.Array
@@ -47,7 +47,7 @@ class PagedState:
 
 
 def is_stale(state: PagedState) -> bool:
-    """Whether the state's pool was donated away."""
+    """Whether the state's pool was donated to a step."""
     pages = state.kv_pages
     concrete = isinstance(pages, jax.Array) and not isinstance(pages, jax.core.Tracer)
     return concrete and pages.is_deleted()

@@ -1,6 +1,6 @@
-"""Continuous batching: `Engine` puts the block manager, the state and a model together.
+"""Continuous batching: `Engine` connects the block manager, the state and a model.
 
-`engine` is what users call; `scheduler` decides what a step computes and is the only one to take
-blocks; `dispatch` makes batches of that and sends them off as the compiled `steps`; `outputs` says
-what came of it; `requests` is what all of them talk about.
+`engine` has the public class; `loop` runs its steps: `scheduler` chooses the work and alone takes
+blocks, `batching` makes arrays of it, `device` runs the compiled `steps`, and `outputs` reports the
+tokens. `requests` has the records that all of them share.
 """

@@ -1,4 +1,4 @@
-"""One engine for many coroutines."""
+"""An engine shared by coroutines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxkv.errors import JaxkvError
 class AsyncEngine:
     """An `Engine` whose requests are iterated by coroutines of one event loop.
 
-    Steps run in a thread, one after the other, while any request is open. Whoever stops iterating
-    aborts its request.
+    Steps run in a thread, one after the other, while a request is unfinished. A request is aborted
+    when its iteration stops.
 
     Example:
       >>> import asyncio, jaxkv
@@ -37,15 +37,15 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        # None: nothing more comes.
+        # None: the end of the outputs.
         self._queues: dict[Hashable, asyncio.Queue[RequestOutput | BaseException | None]] = {}
-        self._lock = asyncio.Lock()  # the engine is in one thread at a time
+        self._lock = asyncio.Lock()  # one thread at a time uses the engine
         self._stepping: asyncio.Task[None] | None = None
 
     async def generate(
         self, prompt: str | Sequence[int], params: AnyParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come; arguments as in `Engine.submit`.
+        """Yields the outputs of one request as they arrive; arguments as in `Engine.submit`.
 
         Raises:
           ConfigError: as `Engine.submit`.
@@ -67,7 +67,7 @@ class AsyncEngine:
                 self.engine.abort(request_id)
 
     async def _run(self) -> None:
-        """Steps while there is work."""
+        """Runs steps while there is work."""
         try:
             while self.engine.has_work:
                 async with self._lock:
@@ -78,7 +78,7 @@ class AsyncEngine:
                 for request_id, queue in self._queues.items():
                     if not self.engine.is_running(request_id):
                         queue.put_nowait(None)
-                await asyncio.sleep(0)  # those who wait for the lock come first
+                await asyncio.sleep(0)  # coroutines that wait for the lock come first
         except BaseException as error:
             for queue in self._queues.values():
                 queue.put_nowait(error)

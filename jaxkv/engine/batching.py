@@ -120,8 +120,8 @@ class Batching:
 
     def _decode(self, work: Work, shape: StepShape) -> StepInputs:
         count, size = len(work.decodes), shape.decodes
-        # From step to step only the positions change. The rest stays on the device: each array that
-        # comes from the host takes as long as ten that are there.
+        # From step to step only the positions change. The rest stays on the device: an array from
+        # the host costs as much dispatch time as ten that are there.
         if self._decoding is None or self._decoding[0] is not work.decodes:
             batch = Batch.decode(
                 work.decodes.rows, work.positions, num_seqs=size, padding_row=self._cache.max_seqs
@@ -153,8 +153,8 @@ class Batching:
         tokens = np.full(len(batch.positions), -1, np.int32)
         if work.tokens is not None:
             tokens[:count] = work.tokens
-        # Places: decodes, then a choice for each chunk's end and its children, then, where the
-        # prompts' log-probabilities are wanted, all tokens of the chunks.
+        # Places: decodes, then one for each chunk that ends a prompt and for its children, then, if
+        # log-probabilities of prompts are requested, all tokens of the chunks.
         ends = [c for c in chunks if c.last]
         choices = sum(1 + len(c.children) for c in ends)
         room = num_seqs if choices <= num_seqs else max_seqs

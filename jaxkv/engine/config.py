@@ -10,19 +10,19 @@ from jaxkv.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """How an engine forms its steps.
+    """Configuration of an engine's steps.
 
     Attributes:
-      max_tokens_per_step: prompt tokens of one step, decodes not counted: the chunk size.
+      max_tokens_per_step: most prompt tokens of a step (the chunk size); decodes come on top.
       prefill_buckets: numbers of prompt tokens that steps are compiled for; the largest is
         `max_tokens_per_step`.
       decode_buckets: numbers of sequences that decode steps are compiled for, the largest at least
-        the cache's `max_seqs`; None: the powers of two below it, and itself.
-      policy: "fcfs": first come, first served; "priority": higher priorities first.
-      decode_steps_per_dispatch: tokens of each sequence that the device makes on its own when no
-        prompt waits for it.
-      defer_shared_prefixes: a request waits while another computes a prefix that both need.
-      pipeline: the next step is prepared and sent off before this one's tokens have come back.
+        the cache's `max_seqs`; None: the powers of two below `max_seqs`, and `max_seqs`.
+      policy: order of admission: "fcfs" (first come, first served) or "priority" (higher first).
+      decode_steps_per_dispatch: decode steps that the device runs per dispatch when no prompt
+        waits.
+      defer_shared_prefixes: whether a request waits while another computes a prefix of both.
+      pipeline: whether the next step is dispatched before the tokens of this one arrive.
 
     Raises:
       ConfigError: a value out of range.
@@ -43,14 +43,16 @@ class SchedulerConfig:
             if sizes is not None and (
                 not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1
             ):
-                raise ConfigError(f"{name}={sizes} must rise, from 1 or more")
+                raise ConfigError(
+                    f"{name} must be strictly increasing and start at 1 or more, got {sizes}"
+                )
         if self.max_tokens_per_step != buckets[-1]:
             raise ConfigError(
-                f"max_tokens_per_step={self.max_tokens_per_step} must be the largest of "
+                f"max_tokens_per_step={self.max_tokens_per_step} must equal the largest of "
                 f"prefill_buckets={buckets}"
             )
         if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy={self.policy!r} is neither 'fcfs' nor 'priority'")
+            raise ConfigError(f"policy must be one of 'fcfs', 'priority', got {self.policy!r}")
         if self.decode_steps_per_dispatch < 1:
             raise ConfigError(
                 f"decode_steps_per_dispatch={self.decode_steps_per_dispatch} must be at least 1"

@@ -24,8 +24,8 @@ from jaxkv.manager.records import Plan
 from jaxkv.sampling.params import LogitsProcessor
 from jaxkv.sampling.sampler import Sampled, SamplerState, copy_rows, set_rows
 
-_LOGPROB_BUCKETS = (0, 8, 64)  # likeliest tokens that a step reports
-_MIN_PLAN = 8  # cells and lengths of the smallest plan that a step takes along
+_LOGPROB_BUCKETS = (0, 8, 64)  # most likely tokens that a step reports
+_MIN_PLAN = 8  # cells and lengths of the smallest plan of a step
 
 
 @dataclasses.dataclass
@@ -55,17 +55,17 @@ class Device:
         self.reset()
 
     def reset(self) -> None:
-        """An empty cache and no sequences: at the start, and after a step that failed."""
+        """Makes an empty cache and empty sampler rows: at the start, and after a failed step."""
         self.state: PagedState = init_state(self.cache)
         self.sampler: SamplerState = jax.tree.map(jnp.asarray, self._empty(self.cache.max_seqs))
 
     @property
     def is_lost(self) -> bool:
-        """Whether a step that failed took the cache with it."""
+        """Whether the cache was donated to a step that failed."""
         return is_stale(self.state) or self.sampler.history.token_ids.is_deleted()
 
     def lose(self) -> None:
-        """The cache came out of a step that failed: nothing in it can be read."""
+        """Drops the cache: it came out of a failed step, and nothing in it can be read."""
         self.state.kv_pages.delete()
 
     def _empty(self, rows: int) -> SamplerState:
@@ -78,7 +78,7 @@ class Device:
     # -- rows --------------------------------------------------------------------------------
 
     def use_processor(self, processor: LogitsProcessor | None) -> int:
-        """Its index, -1 for none; from its first use on, steps are compiled with it."""
+        """Index of a logits processor, -1 for none; steps are compiled with it from then on."""
         if processor is None:
             return -1
         if processor not in self.processors:
@@ -91,13 +91,13 @@ class Device:
         return self.processors.index(processor)
 
     def disable_processor(self, index: int) -> None:
-        """A processor that failed does nothing from now on."""
+        """Replaces a failed logits processor by one that changes nothing."""
         self.processors[index] = LogitsProcessor(
             self.processors[index].init, lambda logits, state, tokens, length: (logits, state)
         )
 
     def drop_processors(self) -> None:
-        """No request uses one any more."""
+        """Drops all logits processors, when no request uses one."""
         if self.processors:
             self.processors.clear()
             self.sampler = self.sampler.with_processor_states(())
@@ -109,7 +109,7 @@ class Device:
         return jax.tree.map(lambda x: x[row], self.sampler.history.processor_states[processor])
 
     def fill_rows(self, sequences: Seq[Sequence]) -> None:
-        """The rows of sequences that were admitted: tokens and parameters."""
+        """Fills the sampler's rows of admitted sequences: tokens and parameters."""
         if not sequences:
             return
         size = next_power_of_two(len(sequences))
@@ -130,7 +130,7 @@ class Device:
         self.sampler = set_rows(self.sampler, rows, new)
 
     def copy_rows(self, pairs: Seq[tuple[Sequence, Sequence]]) -> None:
-        """(parent, child): the child's row becomes the parent's, with the child's seed."""
+        """Copies sampler rows from parents to children, each child with its own seed and sample."""
         if not pairs:
             return
         size = next_power_of_two(len(pairs))
@@ -157,7 +157,7 @@ class Device:
             options["num_steps"] = shape.num_steps
         plan = self._copy_blocks(plan)
         if max(len(plan.cells), len(plan.lengths)) > size:
-            # Too many changes for the step's own small plan (a prompt came or went).
+            # Too many changes for the step's own small plan (a prompt was admitted or ended).
             self.apply(plan)
             plan = Plan.empty()
         sampled = self._run(step, self._pad(plan, size), *inputs.args, **options)
@@ -183,15 +183,15 @@ class Device:
         )  # fmt: skip
 
     def apply(self, plan: Plan) -> None:
-        """The tables follow the manager without a step."""
+        """Applies a plan without a step."""
         plan = self._copy_blocks(plan)
         if len(plan.cells) or len(plan.lengths):
             size = bucket(max(len(plan.cells), len(plan.lengths)))
             self.state = apply_plan(self.state, pad_plan(plan, cells=size, lengths=size))
 
     def _copy_blocks(self, plan: Plan) -> Plan:
-        """Copies a plan's blocks, by themselves, so that there are as few forms as there are sizes;
-        what is left of it."""
+        """Runs a plan's block copies by themselves, so that steps need no shape for them; returns
+        the rest of the plan."""
         none = Plan.empty()
         if len(plan.copies):
             copies = dataclasses.replace(none, copies=plan.copies)
@@ -203,7 +203,7 @@ class Device:
         return self._batching.shapes(drafts=drafts)
 
     def compile(self, shape: StepShape) -> None:
-        """Runs a step of padding alone, which changes nothing that counts."""
+        """Compiles a step by running it on nothing but padding."""
         none = Plan.empty()
         if shape.draft:
             sampled = self.send_draft(0, 0, [], none, num_tokens=shape.chunk_tokens)
@@ -212,7 +212,7 @@ class Device:
         jax.block_until_ready(sampled)
 
     def compile_updates(self) -> None:
-        """Likewise all else that happens between steps: rows that come, fork or move."""
+        """Compiles the updates between steps: rows that are filled, forked or moved."""
         max_seqs, columns = self.cache.max_seqs, self.cache.max_blocks_per_seq
         for size in _powers(max_seqs):
             rows, numbers = np.full(size, max_seqs, np.int32), np.zeros(size, np.uint32)
@@ -228,7 +228,7 @@ class Device:
             self.state = apply_plan(self.state, pad_plan(plan))
 
     def _pad(self, plan: Plan, size: int) -> DevicePlan:
-        """A plan with room for `size` changes; of what has not changed, padding from the device."""
+        """Pads a plan to `size` changes; unchanged parts are padding kept on the device."""
         if size not in self._no_changes:
             nothing = pad_plan(Plan.empty(), cells=size, lengths=size)
             self._no_changes[size] = jax.device_put(nothing)
@@ -249,5 +249,5 @@ def _powers(size: int) -> list[int]:
 
 
 def _num_logprobs(wanted: int) -> int | None:
-    """How many likeliest tokens a step must report; None: no log-probabilities."""
+    """Most likely tokens that a step reports, as a bucket; None: no log-probabilities."""
     return None if wanted < 0 else bucket(wanted, _LOGPROB_BUCKETS)

@@ -1,4 +1,4 @@
-"""Guesses at the next tokens, for `Engine.verify`. Host code: imports no JAX."""
+"""Draft tokens for `Engine.verify`. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxkv.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """What followed the last time that the sequence's last few tokens came up in it.
+    """Drafts the tokens that followed an earlier occurrence of the sequence's last few tokens.
 
-    No second model: pays where outputs quote their prompts (prompt lookup decoding,
+    Needs no second model; useful when outputs quote their prompts (prompt lookup decoding,
     https://github.com/apoorvumang/prompt-lookup-decoding).
 
     Attributes:
-      max_ngram: longest run of last tokens that is looked for; shorter ones if it is not found.
-      min_ngram: shortest.
-      num_tokens: longest draft.
+      max_ngram: longest run of last tokens to search for; shorter runs follow if it is not found.
+      min_ngram: shortest run to search for.
+      num_tokens: most tokens of a draft.
 
     Raises:
       ConfigError: a size out of range.
@@ -43,7 +43,7 @@ class PromptLookup:
             )
 
     def __call__(self, tokens: Sequence[int]) -> list[int]:
-        """A draft of what follows the tokens; empty if nothing is found."""
+        """Drafts the continuation of the tokens; empty if no earlier occurrence is found."""
         known = np.asarray(tokens, np.int64)
         for size in range(min(self.max_ngram, len(known) - 1), self.min_ngram - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size)

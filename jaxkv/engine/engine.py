@@ -36,8 +36,8 @@ AnyParams = SamplingParams | BeamSearchParams
 class Engine:
     """Continuous batching over a model: a Python object that a research loop drives.
 
-    Every call of `step` sends the next step to the device and gives what the one before brought.
-    One thread drives an engine.
+    Every call of `step` dispatches the next step and returns the outputs of the one before. One
+    thread drives an engine.
 
     Args:
       model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config`; see
@@ -47,7 +47,7 @@ class Engine:
       tokenizer: for prompts and outputs as text, and for stop texts, such as
         `jaxkv.models.Checkpoint.tokenizer`; see `jaxkv.engine.protocols.Tokenizer`.
       eos_token_ids: end tokens in place of the model's own.
-      seed: seed of the requests that bring none.
+      seed: seed for the seeds of requests without one.
       manager: the block manager to use, without sequences or cached blocks; None: one made for the
         cache.
       clock: monotonic clock, seconds; the block manager runs on it too. Default: the given
@@ -115,15 +115,15 @@ class Engine:
         priority: int = 0,
         namespace: Any = None,
     ) -> Hashable:
-        """A request for the tokens after a prompt; gives its id.
+        """Submits a request for the tokens after a prompt; returns its id.
 
         Args:
           prompt: token ids, or text if there is a tokenizer.
-          params: greedy by default. Of a beam search the hypotheses come at its end, best first, as
-            samples.
-          request_id: its name; None: a number.
-          priority: higher ones go first, under the scheduler's policy "priority".
-          namespace: of its blocks in the prefix cache, as in `BlockManager.allocate`.
+          params: sampling or beam-search parameters; greedy by default. A beam search reports its
+            hypotheses at its end, best first, as samples.
+          request_id: id of the request; None: a number.
+          priority: under the scheduler's policy "priority", higher priorities are admitted first.
+          namespace: namespace of its blocks in the prefix cache, as in `BlockManager.allocate`.
 
         Raises:
           ConfigError: an empty prompt, one longer than the longest sequence, a token id outside the
@@ -155,7 +155,7 @@ class Engine:
             unforked=params.num_samples - 1,
         )  # fmt: skip
         first = self._scheduler.sequence(request, tokens)
-        if end == len(tokens):  # no token is wanted, or none fits
+        if end == len(tokens):  # no token is requested, or none fits
             request.unforked = 0
             self._loop.finish(first, "length")
             return request.id
@@ -167,7 +167,7 @@ class Engine:
         return request.id
 
     def abort(self, request_id: Hashable) -> None:
-        """Ends a request and all its samples; nothing where it is unknown or over."""
+        """Ends a request and all its samples. Unknown or finished requests are ignored."""
         if (request := self._loop.requests.get(request_id)) is not None:
             request.unforked = 0
             for sequence in list(request.samples):
@@ -176,20 +176,20 @@ class Engine:
     def fork(
         self, request_id: Hashable, *, new_id: Hashable = None, seed: int | None = None
     ) -> Hashable:
-        """A new request that goes on from where another one is, and shares its blocks.
+        """Submits a request that continues from another one's current tokens and shares its blocks.
 
-        Together with `rollback` and `abort`: tree search. The new one draws from a seed of its own.
+        With `rollback` and `abort` this is tree search. The new request has its own seed.
 
         Args:
           request_id: a running request of one sample.
-          new_id: the new one's name; None: a number.
-          seed: the new one's; None: one of the engine's.
+          new_id: id of the new request; None: a number.
+          seed: seed of the new request; None: one drawn by the engine.
 
         Returns:
           The new request's id.
 
         Raises:
-          JaxkvError: no such request is running, or it has several samples, or the id is in use.
+          JaxkvError: no such request is running, it has several samples, or the id is in use.
         """
         parent = self._running_sample(request_id)
         if new_id is not None and new_id in self._loop.requests:
@@ -201,13 +201,13 @@ class Engine:
         )  # fmt: skip
         request.num_cached_tokens = old.num_cached_tokens
         request.prompt_logprobs = old.prompt_logprobs
-        if old.timings.first_token is not None:  # the child has it, too
+        if old.timings.first_token is not None:  # the child has its first token already
             request.timings.first_token = request.timings.submitted
         child = self._scheduler.sequence(request, parent.tokens)
         self._outputs.copy(parent, child)
         child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
         runs = parent.status is Status.RUNNING
-        # Two do not compute one prompt: a child of one that is being computed waits for it.
+        # A prompt is not computed twice: the child of a request in prefill waits for it.
         if (
             not runs
             or self._scheduler.rows.prefilling(parent)
@@ -223,20 +223,23 @@ class Engine:
         return request.id
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
-        """Takes back the last generated tokens of a running request; it goes on from there.
+        """Removes the last generated tokens of a running request, which continues from there.
 
-        What it draws next is the same again, unless it is a fork: a seed is for good.
+        A request draws the same tokens again after a rollback, since a seed never changes; fork it
+        to draw others.
 
         Raises:
           JaxkvError: no such request is running, it has several samples or a logits processor
-            (whose state does not go back), or fewer tokens than that.
+            (whose state cannot be rolled back), or fewer tokens than `num_tokens`.
         """
         sequence = self._running_sample(request_id)
         generated = len(sequence.tokens) - len(sequence.request.prompt)
         if not 0 <= num_tokens <= generated:
-            raise JaxkvError(f"cannot take back {num_tokens} of {generated} generated tokens")
+            raise JaxkvError(f"cannot roll back {num_tokens} tokens: {generated} are generated")
         if sequence.request.processor >= 0:
-            raise JaxkvError(f"request {request_id!r} has a logits processor: its state stays")
+            raise JaxkvError(
+                f"request {request_id!r} has a logits processor, whose state cannot be rolled back"
+            )
         if not num_tokens:
             return
         sequence.tokens = sequence.tokens[:-num_tokens]
@@ -248,20 +251,19 @@ class Engine:
         self._outputs.cut(sequence)
 
     def verify(self, request_id: Hashable, draft_tokens: Seq[int]) -> list[int]:
-        """Speculative decoding: takes a draft's tokens as far as the model would choose them.
+        """Speculative decoding: keeps the tokens of a draft that the model would have sampled.
 
-        One step computes all of them at once. Each token is chosen as `step` would have chosen it,
-        with its own key, so that the output is the same as without drafts; a draft that is right is
-        a token for free (speculative sampling, https://arxiv.org/abs/2211.17192, of a draft model
-        that is certain).
+        One step computes all of them. Each token is sampled as `step` would have sampled it, with
+        its own key, so that the output is the same as without drafts (speculative sampling,
+        https://arxiv.org/abs/2211.17192, with a draft model that is certain).
 
         Args:
           request_id: a running request of one sample whose prompt is computed.
-          draft_tokens: a guess at what follows the tokens of its last output, such as
+          draft_tokens: guess at the tokens after those of its last output, such as a
             `PromptLookup`'s; may be empty.
 
         Returns:
-          The tokens since its last output: as much of the draft as is right, and one more.
+          The tokens since its last output: the accepted part of the draft, and one more.
 
         Raises:
           JaxkvError: no such request is running, its prompt is still to be computed, or it has
@@ -273,22 +275,24 @@ class Engine:
             raise ConfigError(f"draft {draft} has tokens outside the vocabulary")
         sequence = self._one_sample(request_id)
         if sequence.request.processor >= 0:
-            raise JaxkvError(f"request {request_id!r} has a logits processor: verify cannot run it")
+            raise JaxkvError(
+                f"request {request_id!r} has a logits processor, which verify cannot run"
+            )
         known = sequence.num_reported
         if sequence.finish_reason is None:
             rows = self._scheduler.rows
             if sequence.status is not Status.RUNNING or rows.prefilling(sequence):
                 raise JaxkvError(
-                    f"the tokens of request {request_id!r} are to be computed: step first"
+                    f"the prompt of request {request_id!r} is not computed yet; call step first"
                 )
-            came = sequence.tokens[known:]  # by steps that were under way
+            came = sequence.tokens[known:]  # by steps in flight
             draft = draft[len(came) :] if draft[: len(came)] == came else []
             room = min(rows.left(sequence), self.config.max_tokens_per_step) - 1
             self._loop.verify(sequence, draft[:room])
         return sequence.tokens[known:]
 
     def _one_sample(self, request_id: Hashable) -> Sequence:
-        """The only sample of a request that was running, now with all its tokens known."""
+        """The only sample of a running request, after the steps in flight."""
         request = self._loop.requests.get(request_id)
         if request is None:
             raise JaxkvError(
@@ -296,7 +300,9 @@ class Engine:
             )
         self._loop.drain()
         if request.unforked or len(request.samples) > 1 or request.beam is not None:
-            raise JaxkvError(f"request {request_id!r} has several samples; give each its request")
+            raise JaxkvError(
+                f"request {request_id!r} has several samples; submit one request for each"
+            )
         return request.samples[0]
 
     def _running_sample(self, request_id: Hashable) -> Sequence:
@@ -308,16 +314,16 @@ class Engine:
     # -- steps -------------------------------------------------------------------------------
 
     def warm_up(self, *, drafts: bool = False, progress: bool = True) -> float:
-        """Compiles all that steps will need, so that no request waits for it; gives the seconds.
+        """Compiles all step shapes, so that no request waits for compilation; returns the seconds.
 
-        All forms of steps, as the scheduler's buckets say, but for log-probabilities, logits
-        processors and prompts with more samples than their bucket has tokens: those compile when a
-        request first asks for them. With JAX's compilation cache
-        (`jax.config.update("jax_compilation_cache_dir", ...)`) another process finds them there.
+        The shapes follow from the scheduler's buckets. Log-probabilities, logits processors and
+        prompts with more samples than their bucket has tokens compile when first requested. With
+        JAX's compilation cache (`jax.config.update("jax_compilation_cache_dir", ...)`) other
+        processes reuse the programs.
 
         Args:
-          drafts: also what `verify` needs.
-          progress: a bar on standard error.
+          drafts: also compile the steps of `verify`.
+          progress: show a progress bar on standard error.
         """
         self._loop.drain()
         began, shapes = time.perf_counter(), self._device.shapes(drafts=drafts)
@@ -332,13 +338,13 @@ class Engine:
         return seconds
 
     def step(self) -> list[RequestOutput]:
-        """Sends the next step off, and gives what has come since the last call.
+        """Dispatches the next step and returns the outputs since the last call.
 
-        Without work it does nothing. An error inside a step ends the requests concerned, whose
-        outputs say so, and not the engine.
+        Without work it does nothing. An error inside a step ends the requests of that step, with
+        the error in their outputs; the engine goes on.
         """
         if self._loop.searching:
-            self._loop.drain()  # what its hypotheses become decides what is computed next
+            self._loop.drain()  # the next step depends on the chosen hypotheses
         idle = not self._loop.in_flight
         sent = self._loop.send()
         while len(self._loop.in_flight) > bool(sent and self.config.pipeline):
@@ -348,10 +354,10 @@ class Engine:
         return self._take_outputs()
 
     def drain(self) -> list[RequestOutput]:
-        """Waits for the steps under way, sends none, and gives what they brought.
+        """Waits for the steps in flight, dispatches none, and returns their outputs.
 
-        Before a look at what has come so far: until then a request may end in a step under way,
-        and `fork` or `rollback` of it fail.
+        Call it before `fork` or `rollback`: a request may end in a step in flight, and they fail on
+        a request that has ended.
         """
         self._loop.drain()
         return self._take_outputs()
@@ -363,7 +369,7 @@ class Engine:
         return outputs
 
     def stream(self) -> Iterator[RequestOutput]:
-        """Outputs as they come, until no request is left."""
+        """Yields outputs as they arrive, until no request is left."""
         while self.has_work:
             yield from self.step()
 
@@ -375,14 +381,14 @@ class Engine:
         progress: bool = True,
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[RequestOutput]]:
-        """Runs prompts to their ends; the last output of each of their samples.
+        """Runs prompts to their ends; returns the last output of each of their samples.
 
-        Requests that were submitted before go on beside them; `step` gives their outputs later.
+        Requests submitted earlier run beside them; `step` returns their outputs later.
 
         Args:
           prompts: token ids or texts.
-          params: for all, or one for each.
-          progress: a bar on standard error.
+          params: parameters for all prompts, or one for each.
+          progress: show a progress bar on standard error.
           on_token: called with (prompt index, token id) as each token arrives.
 
         Raises:
@@ -417,27 +423,27 @@ class Engine:
                     open_ids &= self._loop.requests.keys()
                     bar.update(task, completed=len(ids) - len(open_ids))
         finally:
-            self._drop(ids)  # some go on if it was interrupted
+            self._drop(ids)  # unfinished ones, after an interrupt
             self._kept += others
         return [[last[i][sample] for sample in sorted(last[i])] for i in ids]
 
     def _drop(self, request_ids: Iterable[Hashable]) -> None:
-        """Aborts requests of which nobody will hear."""
+        """Aborts requests and drops their outputs."""
         for request_id in request_ids:
             self.abort(request_id)
         self._outputs.forget(request_ids)
 
     def is_running(self, request_id: Hashable) -> bool:
-        """Whether a request has samples that go on."""
+        """Whether a request has unfinished samples."""
         return request_id in self._loop.requests
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to tell."""
+        """Whether `step` has work to do or outputs to return."""
         return bool(self._loop.requests or self._loop.in_flight or self._outputs or self._kept)
 
     def stats(self) -> EngineStats:
-        """Counts so far, and blocks by use."""
+        """Engine counters, and blocks by use."""
         blocks = self.manager.stats()
         used = blocks.used_slots + self._scheduler.num_unsynced()
         return dataclasses.replace(

@@ -23,20 +23,20 @@ Output = RequestOutput  # the type of a result's outputs, under its public name
 
 @dataclasses.dataclass(frozen=True)
 class GenerationStats:
-    """What a call of `generate` took.
+    """Counters and times of a call of `generate`.
 
     Attributes:
       prompt_tokens: over all prompts.
       generated_tokens: over all prompts.
       seconds: wall time of the whole call, compilation included.
-      compile_seconds: of those, in steps that had to be compiled first (or read from JAX's
-        compilation cache).
-      decode_tokens_per_s: tokens of the other decode steps over their seconds; 0 if there is none.
+      compile_seconds: part of `seconds` spent in steps that were compiled first (or read from
+        JAX's compilation cache).
+      decode_tokens_per_s: tokens per second of the other decode steps; 0 without any.
       decode_steps: decode steps run.
       prefill_steps: prefill steps run.
-      peak_blocks: most blocks that were in use at once.
-      kv_bytes: bytes of those blocks.
-      contiguous_bytes: bytes that as many caches of `max_len`, one a sequence, would reserve.
+      peak_blocks: most blocks in use at once.
+      kv_bytes: bytes of these blocks.
+      contiguous_bytes: bytes of contiguous caches of `max_len`, one for each sequence.
       max_len: longest sequence the cache allows, in tokens.
     """
 
@@ -79,18 +79,18 @@ def generate(
 ) -> Generation:
     """Generates from token-id prompts as one batch through a paged cache.
 
-    Prompts beyond the cache's rows or blocks wait until others have finished.
+    Prompts for which the cache has no row or no blocks wait until others have finished.
 
     Args:
       model: an NNX module `model(tokens, state, batch) -> logits, state` with a `config`; see
         `jaxkv.engine.protocols.Model`.
       prompts: token ids, one sequence each.
-      params: for all prompts, or one for each; greedy by default. Of one for all, each prompt has a
-        seed of its own, so that equal prompts draw differently.
-      cache: sizes of the cache; by default one that holds up to 32 of the prompts at once.
-      eos_token_ids: in place of the model's own.
-      scheduler: how steps are formed.
-      manager_options: of the `BlockManager`: prefix_index, eviction, ...
+      params: parameters for all prompts, or one for each; greedy by default. With one for all, each
+        prompt gets its own seed, so that equal prompts draw different tokens.
+      cache: sizes of the cache; by default it holds up to 32 of the prompts at once.
+      eos_token_ids: end tokens in place of the model's own.
+      scheduler: configuration of the steps.
+      manager_options: options of the `BlockManager`: prefix_index, eviction, ...
       on_token: called with (prompt index, token id) as each token arrives.
 
     Raises:
@@ -144,9 +144,9 @@ def default_cache(
     num_blocks: int | None = None,
     dtype: str = "float32",
 ) -> CacheConfig:
-    """A cache for these prompts: rows for up to 32 of their samples, blocks for the longest such.
+    """Sizes of a cache for these prompts: rows for up to 32 samples, blocks for the longest 32.
 
-    Rows and blocks are rounded up to powers of two, so that other prompts reuse what was compiled.
+    Rows and blocks are rounded up to powers of two, so that other prompts reuse compiled programs.
     """
     if block_size < 1:
         raise ConfigError(f"{block_size=} must be positive")

@@ -37,10 +37,10 @@ class StepLoop:
     Args:
       manager: block manager.
       scheduler: chooses the work of each step.
-      device: runs it.
-      outputs: collects what there is to report.
-      clock: monotonic clock, seconds: the manager's.
-      seed: seed of the seeds of requests that bring none.
+      device: runs the steps.
+      outputs: collects the outputs.
+      clock: monotonic clock of the manager, seconds.
+      seed: seed for the seeds of requests without one.
 
     Attributes:
       requests: unfinished requests by id.
@@ -75,7 +75,7 @@ class StepLoop:
         """
         number = next(self._numbers)
         if request_id is None:
-            while number in self.requests:  # a user's own name
+            while number in self.requests:  # taken by a user's id
                 number = next(self._numbers)
             request_id = number
         first_in = -priority if self.scheduler.config.policy == "priority" else 0
@@ -91,7 +91,7 @@ class StepLoop:
     # -- steps -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Waits for the steps that are under way; `step` gives what they brought."""
+        """Waits for all steps in flight and takes their tokens in."""
         while self.in_flight:
             self.collect(self.in_flight.popleft())
 
@@ -134,12 +134,12 @@ class StepLoop:
         return True
 
     def collect(self, step: InFlightStep) -> None:
-        """Takes in the tokens of a step that was sent off earlier; waits for them if need be."""
+        """Takes in the tokens of a dispatched step; waits for them if necessary."""
         began = time.perf_counter()
         try:
             sampled = jax.tree.map(np.asarray, step.sampled)
         except Exception as error:
-            self.in_flight.clear()  # those after it follow from it
+            self.in_flight.clear()  # later steps depend on it
             self.device.lose()
             self.fail(step.work.sequences, error)
             for sequence in self.scheduler.waiting:
@@ -171,7 +171,7 @@ class StepLoop:
         self._last_decode = came if decoding else None
 
     def _take_decoded(self, work: Work, sampled: Any, step: int, first: int, now: float) -> None:
-        """The tokens of one decode step, which begin at place `first`."""
+        """Takes in the tokens of one decode step, from place `first` on."""
         decodes = work.decodes
         tokens = sampled.tokens[first : first + len(decodes)]
         taken = self.scheduler.rows.take(decodes, work.counts, step, tokens)
@@ -183,11 +183,11 @@ class StepLoop:
             self._take_token(decodes.sequences[i], sampled, first + i, now)
 
     def verify(self, sequence: Sequence, draft: list[int]) -> None:
-        """Computes a draft's tokens in one step and takes those that the sequence would choose."""
+        """Computes a draft in one step; keeps the tokens that the sequence would have sampled."""
         fits = self.scheduler.reserve_for(sequence, 1 + len(draft))
         self.apply_changes()
         if sequence.status is not Status.RUNNING:
-            return  # not even its next token had a slot: it waits for one
+            return  # no slot even for the next token: it was preempted
         start = int(self.scheduler.rows.scheduled[sequence.row])
         tokens, plan = [*sequence.tokens[start:], *draft][:fits], self.manager.take_plan()
         try:
@@ -234,7 +234,7 @@ class StepLoop:
             self.finish(sequence, "length")
 
     def _advance_search(self, request: Request, now: float) -> None:
-        """A step of a beam search, once the candidates of all its hypotheses have come."""
+        """One step of a beam search, when the candidates of all its hypotheses have arrived."""
         beam, live = request.beam, [s for s in request.samples if s.finish_reason is None]
         if beam is None or any(s.candidates is None for s in live):
             return
@@ -251,7 +251,7 @@ class StepLoop:
         for sequence in live:
             sequence.candidates = None
         spare = self.scheduler.branch(request, live, chosen)
-        # More may have ended than ever lived on at once: of one token, all but one.
+        # More hypotheses may have ended than there are samples: after one token, all but one.
         more = len(beam.results()) - len(request.samples)
         spare += [self.scheduler.sequence(request, request.prompt) for _ in range(more)]
         for sequence in spare:
@@ -278,10 +278,10 @@ class StepLoop:
             self.device.drop_processors()
 
     def fail(self, concerned: list[Sequence], error: Exception, plan: Plan | None = None) -> None:
-        """Ends the requests of a step that failed; the others go on, from their tokens if need be.
+        """Ends the requests of a failed step; others go on, recomputed from their tokens if needed.
 
-        A user's logits processor that fails ends its own requests only. A plan that the step was
-        to take along goes to the device without it.
+        A failing logits processor ends its own requests only. The plan of a step that was not
+        dispatched is applied by itself.
         """
         if plan is not None and not self.device.is_lost:
             self.device.apply(plan)
@@ -301,22 +301,22 @@ class StepLoop:
             self.device.reset()
 
     def refuse(self, sequence: Sequence) -> None:
-        """Nothing runs, and yet there is no room: pins, or what others hold, leave too little."""
+        """Ends a request that does not fit though nothing runs: pins leave too few blocks."""
         a = self.manager.can_allocate(sequence.tokens, namespace=sequence.request.namespace)
         self.finish(
             sequence, "error",
             f"out of cache: {len(sequence.tokens)} tokens need {a.needed} blocks, {a.available} "
-            "can be had though nothing runs; unpin prefixes or raise num_blocks",
+            "are available though nothing runs; unpin prefixes or raise num_blocks",
         )  # fmt: skip
 
     def apply_changes(self) -> None:
-        """Rows on the device follow those that the scheduler has taken away or forked."""
+        """Applies the scheduler's row changes on the device."""
         changes = self.scheduler.take_changes()
         self._keep_processor_states(changes.preempted)
         self.device.copy_rows(changes.forks)
 
     def _keep_processor_states(self, preempted: list[tuple[Sequence, int]]) -> None:
-        """States of logits processors leave the rows of preempted sequences with them."""
+        """Saves the logits processors' states of preempted sequences."""
         self.stats.preemptions += len(preempted)
         for sequence, row in preempted:
             state = self.device.processor_state(sequence.request.processor, row)
@@ -324,7 +324,7 @@ class StepLoop:
 
 
 def _logprobs_kept(params: SamplingParams) -> int:
-    """Likeliest tokens to keep with each token; 0: its own probability alone; -1: not even that."""
+    """Most likely tokens to keep for each token; 0: the chosen token alone; -1: none."""
     if params.logprobs is not None:
         return params.logprobs
     ranked = params.num_samples > params.n

@@ -11,7 +11,7 @@ from jaxkv.engine.requests import FinishReason, Request, Sequence, TextState, Ti
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extras:
-    """What an output has beside token ids; see `RequestOutput`."""
+    """Parts of a `RequestOutput` beside its token ids."""
 
     new_text: str = ""
     text: str = ""
@@ -26,13 +26,13 @@ NO_EXTRAS = Extras()
 
 @dataclasses.dataclass(eq=False, slots=True)
 class RequestOutput:
-    """What a step brought for one sample of a request.
+    """New tokens of one sample of a request.
 
-    There is one for each sequence and step, and making them is a large part of what a step costs
-    the host: what does not change from step to step is looked up when somebody asks.
+    `Engine.step` makes one for each sequence with new tokens, a large part of the host's work: what
+    does not change from step to step is looked up on access.
 
     Attributes:
-      finish_reason: None while it goes on; "stop" (an end token or a stop text), "length"
+      finish_reason: None while the sample runs; "stop" (an end token or a stop text), "length"
         (max_tokens or the cache's longest sequence), "abort", or "error".
     """
 
@@ -45,32 +45,32 @@ class RequestOutput:
 
     @property
     def request_id(self) -> Hashable:
-        """The request."""
+        """Id of the request."""
         return self._sequence.request.id
 
     @property
     def sample(self) -> int:
-        """Which of its samples."""
+        """Number of the sample within its request."""
         return self._sequence.sample
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt."""
+        """Token ids of the prompt."""
         return self._sequence.request.prompt
 
     @property
     def new_token_ids(self) -> list[int]:
-        """Tokens of this step."""
+        """Output tokens since the previous output."""
         return self._tokens[self._begin : self._end]
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens so far, the end token included."""
+        """All output tokens up to now, the end token included."""
         return self._tokens[len(self.prompt_ids) : self._end]
 
     @property
     def num_tokens(self) -> int:
-        """How many they are."""
+        """Number of output tokens up to now."""
         return self._end - len(self.prompt_ids)
 
     @property
@@ -80,32 +80,32 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """All text so far, up to a stop text."""
+        """All text up to now, cut before a stop text."""
         return self._extras.text
 
     @property
     def finished(self) -> bool:
-        """Whether this is the sample's last output."""
+        """Whether this is the last output of the sample."""
         return self.finish_reason is not None
 
     @property
     def error(self) -> str | None:
-        """What went wrong, if something did."""
+        """Error message when the finish reason is "error", else None."""
         return self._extras.error
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the new tokens, if asked for."""
+        """Log-probabilities of the new tokens; None unless requested."""
         return self._extras.logprobs
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the prompt from its second token on, if asked for; with the first output."""
+        """Log-probabilities of the prompt from its second token on, with the first output."""
         return self._extras.prompt_logprobs
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of all tokens so far, if log-probabilities are kept."""
+        """Sum of the log-probabilities of all output tokens up to now, if they are kept."""
         return self._extras.cumulative_logprob
 
     @property
@@ -121,12 +121,12 @@ class RequestOutput:
 
     @property
     def num_preemptions(self) -> int:
-        """How often the sample has lost its blocks by now."""
+        """Number of preemptions of the sample up to now."""
         return self._sequence.num_preemptions
 
     @property
     def timings(self) -> Timings:
-        """Of the request, as far as they are known by now."""
+        """Times of the request, as far as they are known."""
         return self._sequence.request.timings
 
     def __repr__(self) -> str:
@@ -136,31 +136,31 @@ class RequestOutput:
 
 
 class Outputs:
-    """Sequences with news since the last call of `take`.
+    """Collects the outputs of sequences with new tokens since the last call of `take`.
 
-    Text costs more than all else the host does for a token, so it is made when the outputs are, and
-    where a request has stop texts at once.
+    Decoding text costs more than all other host work for a token. It happens when outputs are made,
+    or at once for requests with stop texts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._news: dict[Sequence, bool] = {}  # in order; whether there are only token ids to tell
+        self._news: dict[Sequence, bool] = {}  # in order; True: only token ids to report
 
     def __bool__(self) -> bool:
         return bool(self._news)
 
     def note(self, sequence: Sequence) -> None:
-        """Something about it is to be told; of a best-of request only when all have ended."""
+        """Marks a sequence for the next outputs; best-of samples are marked when all have ended."""
         request = sequence.request
         if request.beam is None and request.params.num_samples == request.params.n:
             self._news[sequence] = False
 
     def note_all(self, sequences: Iterable[Sequence]) -> None:
-        """Each has new tokens, and nothing else to be told but their text."""
+        """Marks sequences that have new tokens and, beside their text, nothing else to report."""
         self._news.update(dict.fromkeys(sequences, self._tokenizer is None))
 
     def choose(self, request: Request) -> None:
-        """The best hypotheses of a beam search; the best samples where some were drawn to spare."""
+        """Selects the outputs of a beam search (best hypotheses) or of best-of sampling."""
         params, best = request.params, request.beam and request.beam.results()
         if request.beam is not None:
             for rank, sequence in enumerate(request.samples[: len(best or [0])]):
@@ -177,7 +177,7 @@ class Outputs:
                 self._news[sequence] = False
 
     def finds_stop_text(self, sequence: Sequence) -> bool:
-        """Whether one of its stop texts is complete; the text ends before it."""
+        """Whether a stop text of the request is complete; cuts the text before it."""
         request, text = sequence.request, sequence.text
         self._decode(sequence)
         searched, text.num_searched = text.num_searched, len(text.value)
@@ -192,7 +192,7 @@ class Outputs:
         return bool(found)
 
     def cut(self, sequence: Sequence) -> None:
-        """Its last tokens were taken back: decodes its text again, shown from there on."""
+        """Follows a rollback: decodes the text again; later outputs continue from there."""
         sequence.num_reported = min(sequence.num_reported, len(sequence.tokens))
         shown = sequence.text.num_shown
         sequence.text = TextState(num_shown=shown)
@@ -201,17 +201,17 @@ class Outputs:
             sequence.text.num_shown = min(shown, len(sequence.text.value))
 
     def copy(self, parent: Sequence, child: Sequence) -> None:
-        """A fork has reported, and shown, what its parent has."""
+        """Starts a fork at the tokens and the text that its parent has reported."""
         child.num_reported = parent.num_reported
         child.text.num_shown = parent.text.num_shown
 
     def forget(self, request_ids: Iterable[Hashable]) -> None:
-        """Nothing is to be told of these requests."""
+        """Drops unreported outputs of these requests."""
         gone = set(request_ids)
         self._news = {s: bare for s, bare in self._news.items() if s.request.id not in gone}
 
     def take(self) -> list[RequestOutput]:
-        """Outputs of the sequences with news."""
+        """Outputs of all marked sequences; clears the marks."""
         news, self._news = self._news, {}
         outputs = []
         for sequence, bare in news.items():
@@ -224,7 +224,7 @@ class Outputs:
         return outputs
 
     def _decode(self, sequence: Sequence) -> None:
-        """Brings a sequence's text up to its tokens."""
+        """Decodes the tokens that the text does not cover yet."""
         text = sequence.text
         if text.detokenizer is None:
             assert self._tokenizer is not None
@@ -249,7 +249,7 @@ class Outputs:
         )  # fmt: skip
 
     def _new_text(self, sequence: Sequence) -> str:
-        """What can be shown since the last output; what may yet become a stop text is held back."""
+        """Text to report now. A tail that may become a stop text is held back."""
         text = sequence.text
         if not text.stopped:
             self._decode(sequence)
@@ -266,7 +266,7 @@ def _mean_logprob(sequence: Sequence) -> float:
 
 
 def _could_begin(text: str, stops: Iterable[str]) -> int:
-    """Characters at the end of a text with which a stop text could begin."""
+    """Number of trailing characters with which a stop text could begin."""
     longest = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,4 +1,4 @@
-"""Prefixes that are being computed: who needs one waits for it. Host code: imports no JAX."""
+"""Prefixes in flight: a request that needs one waits for it. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from jaxkv.manager.block_manager import BlockManager
 
 
 class PrefixesInFlight:
-    """Blocks that running sequences compute and that nobody can find yet.
+    """Blocks that running sequences are computing and that are not visible to lookups yet.
 
     Args:
-      manager: the pool's.
-      enabled: whether anybody waits.
+      manager: block manager.
+      enabled: whether requests wait for prefixes in flight.
     """
 
     def __init__(self, manager: BlockManager, *, enabled: bool):
         self._manager = manager
         self._enabled = enabled and manager.prefix_index is not None
-        self._owners: dict[bytes, Sequence] = {}  # hash of a block: who is computing it
+        self._owners: dict[bytes, Sequence] = {}  # block hash: sequence that computes it
 
     def must_wait(self, sequence: Sequence) -> bool:
-        """Whether the first block that it does not find is being computed by another."""
+        """Whether the first block missing in the cache is being computed by another sequence."""
         if not self._owners or sequence.request.wants_prompt_logprobs:
             return False
         if sequence.waits_for in self._owners:
-            return True  # without a look-up: many may wait for one
+            return True  # without a lookup: many may wait for one
         hashes, size = self._hashes(sequence), self._manager.block_size
         found = self._manager.lookup(sequence.tokens, namespace=sequence.request.namespace) // size
         usable = (len(sequence.tokens) - 1) // size  # the last token is computed anyway
@@ -32,22 +32,22 @@ class PrefixesInFlight:
         return sequence.waits_for in self._owners
 
     def begin(self, sequence: Sequence, num_cached: int) -> None:
-        """A sequence computes its blocks behind the `num_cached` tokens that it found."""
+        """Registers the blocks that a sequence will compute, behind `num_cached` cached tokens."""
         if self._enabled:
             for block_hash in self._hashes(sequence)[num_cached // self._manager.block_size :]:
                 self._owners.setdefault(block_hash, sequence)
 
     def computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """It has computed its tokens `start : end`: whoever looks for their blocks finds them."""
+        """Tokens `start : end` are computed: their blocks are visible to lookups."""
         size = self._manager.block_size
         self._disown(sequence, sequence.hashes[start // size : end // size])
 
     def end(self, sequence: Sequence) -> None:
-        """It computes no more."""
+        """Unregisters all blocks of a sequence."""
         self._disown(sequence, sequence.hashes)
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """Its tokens from position `length` on are others now: nobody waits for what they were."""
+        """Unregisters blocks from position `length` on: their tokens were replaced."""
         first = length // self._manager.block_size
         self._disown(sequence, sequence.hashes[first:])
         del sequence.hashes[first:]

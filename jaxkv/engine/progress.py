@@ -1,4 +1,4 @@
-"""How far each running sequence is, in arrays by row: a step over thousands is a few calls.
+"""Progress of the running sequences, in arrays by row: a step over thousands is a few calls.
 
 Host code: imports no JAX.
 """
@@ -15,12 +15,12 @@ from jaxkv.sampling.params import MAX_STOP_TOKENS
 
 
 class Taken(NamedTuple):
-    """Sequences that got the token of a decode step.
+    """Result of `Progress.take`.
 
     Attributes:
-      sequences: sequences to which it was appended.
-      ended: (sequence, token) of those that it ends.
-      rest: indices in the step's decodes of those that are to be handled one by one.
+      sequences: sequences to which a token was appended.
+      ended: (sequence, token) of sequences that end with it.
+      rest: indices in the step's decodes of sequences that need more work per token.
     """
 
     sequences: list[Sequence]
@@ -32,20 +32,20 @@ class Progress:
     """Columns with one entry for each row of the block table.
 
     Attributes:
-      sequences: whose row it is; None: nobody's.
-      keys: i64[R]; their keys, -1 for nobody's. A key never comes back.
-      known: i64[R]; tokens that the host has seen, the prompt included.
-      scheduled: i64[R]; leading positions whose KV has been computed, or is being.
-      appended: i64[R]; leading tokens that the block manager knows: it is told once in a block, and
-        when something depends on it.
-      slots: i64[R]; leading positions that may be written without asking the block manager.
+      sequences: sequence of each row; None: the row is free.
+      keys: i64[R]; key of each row's sequence, -1 for free rows. Keys are never reused.
+      known: i64[R]; tokens that the host has, the prompt included.
+      scheduled: i64[R]; leading positions whose KV is computed or in flight.
+      appended: i64[R]; leading tokens that the block manager has: they are synced once per block,
+        and before a call that depends on them.
+      slots: i64[R]; leading positions that may be written without a call to the block manager.
       end: i64[R]; length at which the sequence ends.
-      logprobs: i64[R]; likeliest tokens to report; -1: no log-probabilities.
-      num_stop_ids: i64[R].
+      logprobs: i64[R]; most likely tokens to report; -1: no log-probabilities.
+      num_stop_ids: i64[R]; number of stop token ids.
       stop_ids: i64[R, MAX_STOP_TOKENS]; -1 where unused.
-      simple: bool[R]; its tokens are appended and told, and nothing else is done with them.
-      unsent: bool[R]; its newest token was chosen by the host, and the device has not seen it.
-      needs_sync: bool[R]; its next step follows from the tokens of this one, as in a beam search.
+      simple: bool[R]; tokens are appended and reported, with no other work per token.
+      unsent: bool[R]; the newest token was chosen by the host and is not on the device yet.
+      needs_sync: bool[R]; the next step depends on the tokens of this one, as in a beam search.
     """
 
     def __init__(self, max_seqs: int):
@@ -63,7 +63,7 @@ class Progress:
         self._decodes: Decodes | None = None
 
     def open(self, sequence: Sequence, row: int, *, scheduled: int, appended: int) -> None:
-        """A sequence has got a row."""
+        """Fills the columns of a row for its new sequence."""
         request, params = sequence.request, sequence.request.params
         sequence.row, self.sequences[row] = row, sequence
         self._columns[:, row] = (
@@ -82,14 +82,14 @@ class Progress:
         )
 
     def close(self, sequence: Sequence) -> None:
-        """A sequence has lost its row."""
+        """Frees the row of a sequence."""
         self._decodes = None
         sequence.num_in_flight = self.num_in_flight(sequence)
         self.sequences[sequence.row], self.keys[sequence.row] = None, -1
         sequence.row = -1
 
     def decodes(self, rows: np.ndarray) -> Decodes:
-        """What is known of the sequences in these rows; found anew for another array of rows."""
+        """The sequences in these rows as one step's decodes; cached while the array is the same."""
         if self._decodes is None or self._decodes.rows is not rows:
             sequences = [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
             simple = self.simple[rows]
@@ -101,7 +101,7 @@ class Progress:
         return self._decodes
 
     def all_there(self, decodes: Decodes) -> bool:
-        """Whether none of them has lost its row since."""
+        """Whether all of these sequences still have their rows."""
         return decodes is self._decodes
 
     def take(self, decodes: Decodes, counts: np.ndarray, step: int, tokens: np.ndarray) -> Taken:
@@ -135,7 +135,7 @@ class Progress:
         return Taken(sequences, ended, rest)
 
     def tokens(self, row: int, first: int, end: int) -> list[int]:
-        """Tokens of a row's sequence at these positions."""
+        """Tokens of a row's sequence at positions `first` to `end - 1`."""
         sequence = self.sequences[row]
         assert sequence is not None
         return sequence.tokens[first:end]
@@ -143,16 +143,16 @@ class Progress:
     # -- one sequence ------------------------------------------------------------------------
 
     def prefilling(self, sequence: Sequence) -> bool:
-        """Whether tokens that the manager got with the sequence are still to be computed."""
+        """Whether tokens that were allocated with the sequence are still to be computed."""
         return bool(self.scheduled[sequence.row] < self.appended[sequence.row])
 
     def num_in_flight(self, sequence: Sequence) -> int:
-        """Tokens that have been sampled, or are being, and that the host has not seen."""
+        """Number of tokens in flight: sampled, or being sampled, and not on the host yet."""
         if self.prefilling(sequence):
             return 0
         return int(self.scheduled[sequence.row] + 1 - self.known[sequence.row])
 
     def left(self, sequence: Sequence) -> int:
-        """Tokens that it may still bring, those in flight not counted."""
+        """Number of tokens that it may still generate, those in flight not counted."""
         row = sequence.row
         return int(self.end[row] - self.known[row]) - self.num_in_flight(sequence)

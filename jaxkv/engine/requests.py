@@ -18,12 +18,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token, before penalties, temperature and limits.
+    """Log-probabilities at one position: the model's own, before penalties, temperature and limits.
 
     Attributes:
-      token: its id.
-      logprob: natural log of its probability.
-      top: the likeliest tokens there, {id: logprob}, likeliest first.
+      token: token id.
+      logprob: natural log of the token's probability.
+      top: most likely tokens at the position, {id: logprob}, most likely first.
     """
 
     token: int
@@ -33,13 +33,13 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(slots=True)
 class Timings:
-    """Seconds of the engine's clock.
+    """Times of a request, in seconds of the engine's clock.
 
     Attributes:
-      submitted: when the request came.
-      scheduled: when it first got blocks.
-      first_token: when its first token was there.
-      finished: when it ended.
+      submitted: time of submission.
+      scheduled: time when it first got blocks.
+      first_token: time of its first token.
+      finished: time of its end.
     """
 
     submitted: float
@@ -49,7 +49,7 @@ class Timings:
 
 
 class Status(enum.Enum):
-    """Where a sequence is."""
+    """Life cycle of a sequence."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -59,25 +59,25 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
-    """What was submitted.
+    """A submitted request.
 
     Attributes:
-      id: the user's or the engine's name for it.
-      prompt: token ids.
-      params: as submitted.
-      namespace: of its blocks in the prefix cache.
-      order: (-priority, number of arrival): who goes first, and who is preempted last.
+      id: request id, the user's or a number.
+      prompt: token ids of the prompt.
+      params: sampling parameters, as submitted.
+      namespace: namespace of its blocks in the prefix cache.
+      order: (-priority, arrival number); smaller is admitted first and preempted last.
       stop_ids: tokens that end it.
-      end: length at which it ends.
-      seed: of its keys.
-      timings: see there.
-      samples: its sequences; there are more to come while the prompt is being computed.
-      unforked: samples that will be forked off the first one when its prompt is computed.
+      end: length, in tokens, at which it ends.
+      seed: seed of the request's PRNG keys.
+      timings: times of the request.
+      samples: sequences of the request; more follow while the prompt is being computed.
+      unforked: samples still to be forked off the first one, when its prompt is computed.
       num_cached_tokens: prompt tokens found in the cache when it first got blocks.
-      prompt_logprobs: so far.
-      processor: index of its logits processor, or -1.
-      beam: the state of its beam search, if it is one.
-      logprobs: likeliest tokens to report; 0: the token's own alone; -1: no log-probabilities.
+      prompt_logprobs: log-probabilities of the prompt computed up to now.
+      processor: index of its logits processor; -1: none.
+      beam: state of the beam search; None: not a beam search.
+      logprobs: most likely tokens to report; 0: the chosen token alone; -1: none.
     """
 
     id: Hashable
@@ -110,9 +110,9 @@ class TextState:
 
     Attributes:
       value: the text, as far as it is known.
-      num_decoded: tokens that it comes from, the prompt counted.
-      num_searched: characters of it in which no stop text ends.
-      num_shown: characters of it that outputs have given.
+      num_decoded: tokens already decoded, the prompt included.
+      num_searched: leading characters in which no stop text ends.
+      num_shown: leading characters that outputs have reported.
       stopped: whether a stop text was found.
       detokenizer: streaming detokenizer; None before the first token is decoded.
     """
@@ -130,25 +130,25 @@ class Sequence:
     """One sample of a request.
 
     Attributes:
-      key: its name in the block manager.
-      request: whose.
-      sample: its number; part of the keys of its random draws.
-      tokens: prompt and output, as far as the host knows them. Outputs hold the list: tokens are
+      key: sequence id in the block manager.
+      request: the request.
+      sample: number of the sample; part of the PRNG keys of its draws.
+      tokens: prompt and output, as far as the host has them. Outputs hold the list: tokens are
         appended to it, and a list of its own takes its place where some are taken back.
-      status: see there.
-      row: of the block table and of the sampler; -1 without blocks.
-      num_in_flight: sampled tokens that were still to come when it lost its row.
-      finish_reason: None while it goes on.
-      error: what went wrong.
-      num_reported: leading tokens that outputs have given, or that are the prompt.
-      text: its text; `Outputs` alone writes it.
-      logprobs: of its output tokens, if kept.
-      cumulative_logprob: their sum.
-      num_preemptions: how often it lost its blocks.
-      processor_state: of its logits processor while it has no row.
-      hashes: of its leading blocks, as far as they were needed.
-      waits_for: hash of the block that another computes and that it needs.
-      candidates: (ids, log-probabilities) of its likeliest next tokens, until its beam search has
+      status: stage of the life cycle.
+      row: row of the block table and of the sampler; -1 without blocks.
+      num_in_flight: sampled tokens that had not arrived when the sequence lost its row.
+      finish_reason: reason of its end; None while it runs.
+      error: error message, after a failure.
+      num_reported: leading tokens that outputs have reported, the prompt included.
+      text: text of the output; written by `Outputs` alone.
+      logprobs: log-probabilities of the output tokens, if kept.
+      cumulative_logprob: sum of the output tokens' log-probabilities.
+      num_preemptions: number of preemptions.
+      processor_state: state of its logits processor while it has no row.
+      hashes: hashes of its leading blocks, as far as they were needed.
+      waits_for: hash of the missing block that another sequence is computing.
+      candidates: (ids, log-probabilities) of its most likely next tokens, until its beam search has
         those of all its hypotheses.
     """
 

@@ -22,8 +22,8 @@ from jaxkv.errors import OutOfBlocksError
 from jaxkv.manager import events
 from jaxkv.manager.block_manager import BlockManager
 
-# Steps whose slots are asked for together with those that are needed now, where there are blocks:
-# fewer and larger calls, for a block that a sequence gets so many steps too early.
+# Steps whose slots are reserved together with those needed now, if there are blocks: fewer and
+# larger calls, at the price of blocks taken a few steps early.
 LOOKAHEAD = 3
 
 
@@ -59,27 +59,29 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.rows = Progress(manager.max_seqs)
         self._changes = Changes()
-        self._in_order: np.ndarray | None = None  # rows of the running ones, until they change
+        self._in_order: np.ndarray | None = (
+            None  # rows of the running sequences, cached until they change
+        )
         self._prefixes = PrefixesInFlight(manager, enabled=config.defer_shared_prefixes)
-        self._steps_since_sync = 0  # decode steps since the manager was told of their tokens
+        self._steps_since_sync = 0  # decode steps whose tokens the manager may not have
         self._keys = itertools.count()
 
     # -- coming and going --------------------------------------------------------------------
 
     def sequence(self, request: Request, tokens: list[int]) -> Sequence:
-        """One more sample of a request."""
-        number, told = len(request.samples), len(request.prompt)
-        sequence = Sequence(next(self._keys), request, number, list(tokens), told)
+        """Creates one more sample of a request."""
+        number, reported = len(request.samples), len(request.prompt)
+        sequence = Sequence(next(self._keys), request, number, list(tokens), reported)
         request.samples.append(sequence)
         return sequence
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence that waits for its blocks, in its place."""
+        """Puts a sequence into the waiting list, in order."""
         sequence.status = Status.WAITING
         bisect.insort(self.waiting, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence that has ended, wherever it is; its full blocks stay in the prefix cache."""
+        """Removes a sequence that has ended; its full blocks stay in the prefix cache."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
@@ -87,7 +89,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def _runs(self, sequence: Sequence, row: int, *, scheduled: int, appended: int) -> None:
-        """A sequence has got blocks and a row."""
+        """Puts a sequence that got blocks and a row among the running ones."""
         bisect.insort(self.running, sequence, key=_order)
         sequence.status, self._in_order = Status.RUNNING, None
         self.rows.open(sequence, row, scheduled=scheduled, appended=appended)
@@ -102,7 +104,7 @@ class Scheduler:
         self.rows.close(sequence)
 
     def take(self, sequence: Sequence, token: int) -> None:
-        """A token has come to the host, whether the sequence still has its row or not."""
+        """Appends a token that arrived; the sequence may have lost its row meanwhile."""
         sequence.tokens.append(token)
         if sequence.status is Status.RUNNING:
             self.rows.known[sequence.row] += 1
@@ -117,7 +119,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence, reason: str) -> None:
         """Frees a sequence's blocks; what it had computed may be found again when it resumes.
 
-        The hypotheses of a beam search step together, and so they lose their blocks together.
+        Hypotheses of a beam search step together, and are preempted together.
         """
         group = [s for s in sequence.request.samples if s.status is Status.RUNNING]
         for victim in group if sequence.request.beam else [sequence]:
@@ -132,14 +134,14 @@ class Scheduler:
     # -- a step ------------------------------------------------------------------------------
 
     def schedule(self) -> Work | None:
-        """The next step; None if there is nothing that can be done before tokens come back."""
+        """The next step; None if there is no work until tokens in flight arrive."""
         progress, rows = self.rows, self._running_rows()
         if self._steps_since_sync >= self.manager.block_size:
             self._sync(rows)
             self._steps_since_sync = 0
         scheduled = progress.scheduled[rows]
         prefilling = scheduled < progress.appended[rows]
-        decoding = scheduled + 1 < progress.end[rows]  # tokens in flight are not the last
+        decoding = scheduled + 1 < progress.end[rows]  # the last token is not in flight
         decoding &= ~prefilling
         decoding &= (progress.known[rows] > scheduled) | ~progress.needs_sync[rows]
         begun = rows[prefilling].tolist()
@@ -147,7 +149,7 @@ class Scheduler:
         budget = self.config.max_tokens_per_step
         chunks: list[Chunk] = []
         for row in begun:
-            if budget and progress.keys[row] >= 0:  # it may have been preempted
+            if budget and progress.keys[row] >= 0:  # not preempted meanwhile
                 chunks.append(self._chunk(row, budget))
                 budget -= chunks[-1].count
         admitted: list[Sequence] = []
@@ -180,7 +182,7 @@ class Scheduler:
         )  # fmt: skip
 
     def dispatched(self, work: Work) -> None:
-        """The step is on its way: the KV of its positions counts as computed."""
+        """Follows the dispatch of a step: the KV of its positions counts as computed."""
         self._steps_since_sync += work.num_steps
         self.rows.scheduled[work.decodes.rows] += work.counts
         self.rows.unsent[work.decodes.rows] = False
@@ -203,10 +205,10 @@ class Scheduler:
     # -- blocks ------------------------------------------------------------------------------
 
     def _reserve(self, rows: np.ndarray, num_steps: int = 1) -> np.ndarray:
-        """Slots for what these sequences write next; who still has blocks afterwards.
+        """Reserves slots for the next writes of these rows; returns rows that still have blocks.
 
-        The last to come loses its blocks first. The first to come can always go on: everything
-        else can be taken from the others, and what never fits was refused when it came.
+        The last in order is preempted first. The first in order can always go on: all others can be
+        preempted for it, and a request that never fits was refused at submission.
         """
         progress = self.rows
         while np.count_nonzero(self._ends(rows, num_steps) > progress.slots[rows]):
@@ -220,17 +222,17 @@ class Scheduler:
             except OutOfBlocksError as error:
                 if num_steps > 1:
                     raise
-                reason = f"{error.asked} blocks were asked for, {error.free} were free"
+                reason = f"{error.asked} blocks needed, {error.free} available"
                 self.preempt(self.running[-1], reason)
                 rows = rows[progress.keys[rows] >= 0]
         return rows
 
     def _ends(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
-        """How long these sequences are after so many steps more."""
+        """Lengths of these sequences after `num_steps` more steps."""
         return np.minimum(self.rows.scheduled[rows] + num_steps, self.rows.end[rows] - 1)
 
     def _ask(self, rows: np.ndarray, num_steps: int) -> None:
-        """Slots for so many steps, from the manager, for those that have too few."""
+        """Reserves slots for `num_steps` steps in the manager, for the rows that have too few."""
         progress, ends = self.rows, self._ends(rows, num_steps)
         short = ends > progress.slots[rows]
         rows, ends = rows[short], ends[short]
@@ -238,7 +240,7 @@ class Scheduler:
         progress.slots[rows] = appended + self.manager.reserve(self._keys_of(rows), ends - appended)
 
     def _reserve_ahead(self, rows: np.ndarray) -> int:
-        """More slots for several steps at once, if there are blocks for it; for how many."""
+        """Reserves slots for all steps of a dispatch, if there are blocks; the number of steps."""
         num_steps = self.config.decode_steps_per_dispatch
         try:
             self._reserve(rows, num_steps)
@@ -247,16 +249,16 @@ class Scheduler:
         return num_steps
 
     def num_unsynced(self) -> int:
-        """Tokens in slots of which the manager has not been told yet."""
+        """Number of tokens on the host that the manager does not have yet."""
         progress, rows = self.rows, self._running_rows()
         known = np.minimum(progress.known[rows], progress.scheduled[rows])
         return int(np.maximum(known - progress.appended[rows], 0).sum())
 
     def _sync(self, rows: np.ndarray) -> None:
-        """Tells the manager the tokens that have come, for positions that have been computed.
+        """Appends arrived tokens in the manager, and commits positions whose KV is computed.
 
-        Steps run in the order in which they are sent off: whoever finds a block that is full now
-        reads it later.
+        Steps run in the order of their dispatch: a step that finds a block published here runs
+        after the step that writes it.
         """
         progress = self.rows
         known = np.minimum(progress.known[rows], progress.scheduled[rows])
@@ -274,19 +276,19 @@ class Scheduler:
         progress.appended[rows] = known
 
     def _keys_of(self, rows: np.ndarray) -> list[int]:
-        """Names of the sequences in these rows."""
+        """Keys of the sequences in these rows."""
         return self.rows.keys[rows].tolist()
 
-    # -- what a user takes back or guesses ---------------------------------------------------
+    # -- rollback and drafts -----------------------------------------------------------------
 
     def cut(self, sequence: Sequence) -> None:
-        """Some of the sequence's last tokens are no more."""
+        """Follows a rollback: positions past the sequence's tokens are computed again."""
         self._prefixes.cut(sequence, len(sequence.tokens))
         if sequence.status is not Status.RUNNING:
             return
         progress, row, length = self.rows, sequence.row, len(sequence.tokens)
         progress.known[row], progress.slots[row] = length, 0
-        # The last token is computed again, since its logits are wanted.
+        # The last token is computed again, since its logits are needed.
         progress.scheduled[row] = min(progress.scheduled[row], length - 1)
         progress.appended[row] = min(progress.appended[row], length)
         if progress.appended[row] > progress.scheduled[row] >= length - 1:
@@ -294,7 +296,7 @@ class Scheduler:
         self.manager.truncate(sequence.key, int(progress.appended[row]))
 
     def reserve_for(self, sequence: Sequence, count: int) -> int:
-        """Slots for the next tokens of one sequence: `count`, or 1 if there are not so many."""
+        """Reserves slots for the next `count` tokens of a sequence, or for 1 if blocks lack."""
         progress, rows = self.rows, np.array([sequence.row])
         slots = int(progress.scheduled[sequence.row]) + count - int(progress.appended[sequence.row])
         try:
@@ -306,7 +308,7 @@ class Scheduler:
         return count
 
     def verified(self, sequence: Sequence) -> None:
-        """All but the last of its tokens are computed; slots of a wrong draft go back."""
+        """Follows a verified draft: all tokens but the last are computed; spare slots are freed."""
         row = sequence.row
         self.rows.scheduled[row] = len(sequence.tokens) - 1
         self._sync(np.array([row]))
@@ -316,12 +318,12 @@ class Scheduler:
     # -- admission ---------------------------------------------------------------------------
 
     def _admit(self, chunks: list[Chunk], admitted: list[Sequence], budget: int) -> int:
-        """Gives blocks to waiting sequences, in order, while there are some; the budget left."""
+        """Admits waiting sequences in order while blocks last; returns the remaining budget."""
         deferred = 0
         while budget and deferred < len(self.waiting):
             sequence = self.waiting[deferred]
             request = sequence.request
-            if sequence.num_in_flight:  # preempted so lately that its last token has not come yet
+            if sequence.num_in_flight:  # preempted while tokens were in flight: wait for them
                 break
             if self._prefixes.must_wait(sequence):
                 deferred += 1
@@ -357,7 +359,7 @@ class Scheduler:
         return Chunk(sequence, start, min(end - start, budget))
 
     def _fork_all(self, parent: Sequence) -> list[Sequence]:
-        """The other samples of a request; those for which there is no row wait for their own."""
+        """Forks off the other samples of a request; samples without a free row wait."""
         request, children = parent.request, []
         while request.unforked:
             request.unforked -= 1
@@ -369,7 +371,7 @@ class Scheduler:
         return children
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """The child runs from where its parent is; False, and nothing done, without a free row."""
+        """Starts the child at its parent's position; False, with nothing changed, without a row."""
         self._sync(np.array([parent.row]))
         try:
             self.manager.fork(parent.key, child.key)
@@ -388,14 +390,14 @@ class Scheduler:
     def branch(
         self, request: Request, live: list[Sequence], chosen: list[Continuation]
     ) -> list[Sequence]:
-        """The hypotheses of a beam search become these: tables move, blocks do not.
+        """Replaces the hypotheses of a beam search: tables move, blocks do not.
 
         Returns:
-          The sequences that are not needed any more.
+          The sequences that are no longer needed.
         """
         self._sync(np.array([s.row for s in live]))
         tokens = [s.tokens for s in live]
-        # A hypothesis that lives on stays in its row, once; its other continuations move.
+        # The first continuation of a hypothesis stays in its row; the others move.
         rows: list[int | None] = [None] * len(chosen)
         stays: dict[int, int] = {}
         for i, one in enumerate(chosen):
@@ -426,7 +428,7 @@ class Scheduler:
         return [live[row] for row in spare]
 
     def _make_row(self, request: Request) -> None:
-        """A free row, from the last to come of the others if need be."""
+        """Frees a row if none is free, by preempting the last of the other requests."""
         others = [s for s in self.running if s.request is not request]
         if len(self.running) == self.manager.max_seqs:
             self.preempt(others[-1], "a beam search needs a row for each hypothesis")

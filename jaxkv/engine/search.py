@@ -1,8 +1,8 @@
-"""Beam search: which continuations live on. Host code: imports no JAX.
+"""Beam search: selection of hypotheses. Host code: imports no JAX.
 
-Every step the `2 * width` likeliest continuations of all hypotheses together are ranked. Those that
-end among the first `width` are put aside, the first `width` that do not end live on, so that an end
-token never takes a place from a hypothesis that goes on (as in Hugging Face transformers).
+Each step ranks the `2 * width` most likely continuations of all hypotheses together. Those among
+the first `width` that end are put aside; the first `width` that do not end are kept, so that an end
+token never takes the place of a live hypothesis (as in Hugging Face transformers).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxkv.sampling.params import BeamSearchParams
 
 @dataclasses.dataclass(order=True)
 class Hypothesis:
-    """One that has ended.
+    """A hypothesis that has ended.
 
     Attributes:
-      score: by which it is ranked.
-      logprob: of its tokens together.
+      score: score by which it is ranked.
+      logprob: sum of the log-probabilities of its output tokens.
       tokens: prompt and output.
-      reason: for which it ended, "stop" or "length".
+      reason: reason of its end, "stop" or "length".
     """
 
     score: float
@@ -33,12 +33,12 @@ class Hypothesis:
 
 
 class Continuation(NamedTuple):
-    """What a hypothesis becomes.
+    """The next state of a live hypothesis.
 
     Attributes:
-      parent: index of the hypothesis.
-      token: its next.
-      logprob: of its output with that token.
+      parent: index of the hypothesis that it continues.
+      token: next token.
+      logprob: sum of the log-probabilities with that token.
     """
 
     parent: int
@@ -47,19 +47,17 @@ class Continuation(NamedTuple):
 
 
 class Beam:
-    """The state of one search.
-
-    One that is over has ended hypotheses only.
+    """State of one beam search.
 
     Args:
-      params: see there.
+      params: parameters of the search.
       num_prompt: tokens of the prompt.
       stop_ids: tokens that end a hypothesis.
       end: length at which all end.
 
     Attributes:
-      ended: the best that have ended, `width` at most.
-      is_over: whether none lives on.
+      ended: best hypotheses that have ended, `width` at most.
+      is_over: whether no hypothesis is live.
     """
 
     def __init__(
@@ -81,13 +79,13 @@ class Beam:
         ids: Sequence[Sequence[int]],
         logprobs: Sequence[Sequence[float]],
     ) -> list[Continuation]:
-        """One step: the continuations that live on; none: the search is over.
+        """Performs one step; returns the live continuations, none when the search is over.
 
         Args:
-          hypotheses: tokens of the live ones, prompt included.
-          totals: log-probabilities of their outputs.
-          ids: for each, its likeliest next tokens, at least `2 * width` or the whole vocabulary.
-          logprobs: theirs.
+          hypotheses: tokens of the live hypotheses, prompt included.
+          totals: sums of the log-probabilities of their outputs.
+          ids: most likely next tokens of each, at least `2 * width` or the whole vocabulary.
+          logprobs: log-probabilities of these tokens.
         """
         width = self._params.width
         candidates = [
@@ -95,7 +93,7 @@ class Beam:
             for i, (tokens, values) in enumerate(zip(ids, logprobs, strict=True))
             for token, logprob in zip(tokens, values, strict=True)
         ]
-        # Equal sums in the order in which they came: the result does not depend on the heap.
+        # Ties keep the order of the candidates, so that the result does not depend on the heap.
         best = heapq.nsmallest(2 * width, candidates, key=lambda c: (-c[0], c[1], c[2]))
         last = len(hypotheses[0]) + 1 >= self._end
         live: list[Continuation] = []
@@ -132,5 +130,5 @@ class Beam:
         return self._score(live[0].logprob, longest) <= self.ended[0].score
 
     def results(self) -> list[Hypothesis]:
-        """The best, best first; none before the search is over."""
+        """The best hypotheses, best first; none before the search is over."""
         return sorted(self.ended, reverse=True) if self.is_over else []

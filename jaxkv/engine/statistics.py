@@ -1,4 +1,4 @@
-"""What an engine has done, in numbers. Host code: imports no JAX."""
+"""Engine counters. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jaxkv.manager.records import Stats
 
 @dataclasses.dataclass
 class HostSeconds:
-    """Seconds of the host's own work, waiting for the device apart.
+    """Seconds of host work, by part, and of waiting for the device.
 
     Attributes:
-      schedule: choosing what a step computes, blocks included.
-      plan: collecting what the device must be told.
-      dispatch: building batches and sending them off; compiling not counted.
+      schedule: choosing the work of steps, blocks included.
+      plan: collecting table changes.
+      dispatch: building batches and dispatching them, without compilation.
       process: taking tokens in.
       detokenize: making outputs and their text.
-      wait: for the device.
+      wait: waiting for the device.
     """
 
     schedule: float = 0.0
@@ -29,28 +29,28 @@ class HostSeconds:
 
     @property
     def work(self) -> float:
-        """All but waiting."""
+        """Seconds of all parts but waiting."""
         return self.schedule + self.plan + self.dispatch + self.process + self.detokenize
 
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counts since the engine began.
+    """Counters since the engine was made.
 
     Attributes:
       steps: dispatches.
-      decode_steps: of them, those without prompt tokens.
-      prompt_tokens: prompt tokens that were computed, again after preemption included.
-      generated_tokens: tokens that were made.
-      preemptions: times that a sequence lost its blocks.
+      decode_steps: dispatches without prompt tokens.
+      prompt_tokens: computed prompt tokens, recomputed ones included.
+      generated_tokens: sampled tokens.
+      preemptions: number of preemptions.
       peak_running: most sequences that ran at once.
-      compile_seconds: in steps that had to be compiled first, or read from JAX's cache.
-      decode_tokens: tokens of decode steps that came while nothing was compiled.
-      decode_seconds: and the time between them.
-      host: where the host's time went.
+      compile_seconds: seconds of steps that were compiled first, or read from JAX's cache.
+      decode_tokens: tokens of decode steps during which nothing was compiled.
+      decode_seconds: seconds between the arrivals of these tokens.
+      host: host seconds by part.
       waiting: sequences that wait for blocks.
-      running: sequences that have some.
-      blocks: of the pool; None until asked through `Engine.stats`.
+      running: sequences with blocks.
+      blocks: blocks of the pool by use; filled in by `Engine.stats`.
     """
 
     steps: int = 0

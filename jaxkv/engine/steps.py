@@ -1,7 +1,7 @@
-"""The compiled steps: plan, forward, sample; one program for each bucket, and none after warm-up.
+"""Compiled steps: plan, forward, sample. One program per bucket, and no compilation after warm-up.
 
-A step takes the cache and the sampler's rows and gives both back, so that the next one can be sent
-off before this one's tokens have come to the host.
+A step takes the cache and the sampler's rows and returns both, so that the next step can be
+dispatched before the tokens of this one reach the host.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from jaxkv.cache.state import PagedState
 from jaxkv.sampling.params import LogitsProcessor
 from jaxkv.sampling.sampler import History, RowParams, Sampled, SamplerState, sample
 
-# How often a step was traced, by (tokens, sequences, steps): each comes up once per model, and once
-# more for each choice of log-probabilities and logits processors.
+# Traces of each step shape (tokens, sequences, steps): one per model, and one for each combination
+# of log-probabilities and logits processors.
 trace_counts: Counter[tuple[int, int, int]] = Counter()
 
 
 class SampledPositions(NamedTuple):
-    """Which tokens of a batch are followed by a choice: L of them.
+    """Positions of a batch after which a token is sampled: L of them.
 
     Attributes:
-      rows: i32[L]; rows whose parameters hold; `max_seqs` or above for padding.
-      keep: bool[L]; whether what is chosen becomes the row's next token.
-      targets: i32[L]; tokens whose log-probability is wanted instead of the chosen one's, or -1.
+      rows: i32[L]; sampler rows; `max_seqs` or above for padding.
+      keep: bool[L]; whether the sampled token becomes the row's next token.
+      targets: i32[L]; token whose log-probability is reported instead of the sampled one's, or -1.
     """
 
     rows: np.ndarray
@@ -44,14 +44,14 @@ class SampledPositions(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The two steps of a model, bound to its weights; both donate state and history.
+    """The two steps of a model, bound to its weights. Both donate state and history.
 
     Attributes:
       step: (state, history, params, plan, tokens i32[T], batch, entries, num_logprobs=None,
         processors=()) -> (Sampled of L, state, history). A token of -1 is read from the history.
       decode: (state, history, params, plan, tokens i32[S], batch, num_steps=k, ...) -> (Sampled of
-        k * S, step by step, state, history): k decode steps without the host. Rows end at a stop
-        token or at their end; from there on their tokens are -1.
+        k * S, step by step, state, history): k decode steps on the device alone. A row ends at
+        a stop token or at its end; its later tokens are -1.
     """
 
     step: Callable[..., tuple[Sampled, PagedState, History]]
@@ -59,7 +59,7 @@ class Steps(NamedTuple):
 
 
 def make_steps(model: Any) -> Steps:
-    """The model's steps.
+    """Makes the steps of a model.
 
     The weights are flattened here, once. With graph and parameters as arguments of the step a call
     took 9 to 11 ms to dispatch for SmolLM2, 4 of them to hash the graph.
@@ -71,7 +71,7 @@ def make_steps(model: Any) -> Steps:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
-    """Jitted functions for all models of one structure, so that they share what was compiled."""
+    """Jitted functions of a model structure: models of equal structure share compiled programs."""
 
     def forward(leaves, state, tokens, batch):
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))(tokens, state, batch)
@@ -150,7 +150,7 @@ def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
 
 
 def _inputs(history: History, tokens, batch: Batch) -> tuple[jax.Array, History]:
-    """The batch's tokens: those that the host gives, which are written down, or the rows' own."""
+    """Input tokens: the host's where given (written to the history), the rows' own elsewhere."""
     rows, positions = jnp.asarray(batch.rows), jnp.asarray(batch.positions)
     tokens, held = jnp.asarray(tokens), jnp.asarray(history.token_ids)
     own = held.at[rows, positions].get(mode="fill", fill_value=0)

@@ -1,4 +1,4 @@
-"""What a request must satisfy before the engine takes it. Host code: imports no JAX."""
+"""Checks of requests and managers before an engine accepts them. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def checked_prompt(
     """Token ids of a prompt.
 
     Raises:
-      ConfigError: text without a tokenizer, no token, too many, what is no whole number, or one
-        outside the vocabulary.
+      ConfigError: text without a tokenizer, an empty or too long prompt, a value that is not an
+        integer, or one outside the vocabulary.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ConfigError("a prompt as text needs the engine's tokenizer=; or give token ids")
+            raise ConfigError(
+                "a prompt as text needs the engine's tokenizer=; otherwise give token ids"
+            )
         prompt = tokenizer.encode(prompt)
     try:
         ids = list(map(operator.index, cast(Sequence[int], prompt)))
     except TypeError:
         kinds = sorted({type(token).__name__ for token in prompt})
-        raise ConfigError(
-            f"token ids are whole numbers, the prompt has {', '.join(kinds)}"
-        ) from None
+        raise ConfigError(f"prompt token ids must be integers, got {', '.join(kinds)}") from None
     if not ids:
         raise ConfigError("the prompt is empty; give at least one token")
     if len(ids) > max_len:
@@ -92,7 +92,7 @@ def require_beams_fit(manager: BlockManager, width: int, prompt: int, end: int) 
     """Raises ConfigError if the hypotheses of a beam search never fit: they step together."""
     if width > manager.max_seqs:
         raise ConfigError(
-            f"a beam search of width {width} needs as many rows, the cache has {manager.max_seqs}; "
+            f"a beam search of width {width} needs {width} rows, the cache has {manager.max_seqs}; "
             "raise max_seqs"
         )
     # Without an index a search that lost its blocks computes each hypothesis by itself.
@@ -111,9 +111,9 @@ def checked_stop_ids(
     """Tokens that end a request.
 
     Raises:
-      ConfigError: more than the device looks for.
+      ConfigError: more than a step can compare with.
     """
     ids = frozenset(stop_token_ids) | (frozenset() if ignore_eos else frozenset(eos_token_ids))
     if len(ids) > MAX_STOP_TOKENS:
-        raise ConfigError(f"{len(ids)} stop tokens, at most {MAX_STOP_TOKENS} are looked for")
+        raise ConfigError(f"at most {MAX_STOP_TOKENS} stop token ids are supported, got {len(ids)}")
     return ids

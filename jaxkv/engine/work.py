@@ -1,4 +1,4 @@
-"""What one step computes. Host code: imports no JAX."""
+"""The work of one step: decodes and prompt chunks. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxkv.engine.requests import Sequence
 
 @dataclasses.dataclass
 class Chunk:
-    """Tokens `start : start + count` of a sequence.
+    """A chunk of a prompt: tokens `start : start + count` of a sequence.
 
     Attributes:
-      sequence: whose.
+      sequence: the sequence.
       start: first position.
-      count: positions.
-      children: samples forked off in this step, which draw their first token beside it.
+      count: number of positions.
+      children: samples forked off in this step; each draws its own first token.
     """
 
     sequence: Sequence
@@ -27,23 +27,23 @@ class Chunk:
 
     @property
     def last(self) -> bool:
-        """Whether a token follows."""
+        """Whether the chunk ends the prompt, so that a token is sampled."""
         return self.start + self.count == len(self.sequence.tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decodes:
-    """Sequences that decode together. The same object for as long as they do, step by step.
+    """Sequences that decode together. The same object while the set does not change.
 
     Attributes:
-      sequences: n of them.
-      rows: i64[n].
-      keys: i64[n].
-      simple: bool[n]; whose tokens are appended and told, and nothing else is done with them.
-      all_simple: whether that holds for all.
-      needs_sync: whether the next step of one follows from the tokens of this one.
-      logprobs: the most likeliest tokens that one of them wants reported; -1: none wants any.
-      num_stop_ids: the most that one of them has.
+      sequences: the n sequences.
+      rows: i64[n]; their rows.
+      keys: i64[n]; their keys.
+      simple: bool[n]; tokens are appended and reported, with no other work per token.
+      all_simple: whether all are simple.
+      needs_sync: whether the next step of any of them depends on the tokens of this one.
+      logprobs: largest number of most likely tokens to report; -1: no log-probabilities.
+      num_stop_ids: largest number of stop token ids.
     """
 
     sequences: list[Sequence]
@@ -61,17 +61,17 @@ class Decodes:
 
 @dataclasses.dataclass
 class Work:
-    """One step.
+    """The work of one step.
 
     Attributes:
-      decodes: sequences that bring one token each, or `num_steps`.
-      positions: i64[n]; of the tokens that they consume first.
-      tokens: i64[n]; these tokens, where the host chose them; -1 elsewhere. None: -1 everywhere.
-      counts: i64[n]; how many each brings at most.
-      chunks: of prompts, and of what preempted sequences must compute again.
-      num_steps: decode steps of this dispatch; 1 where there are chunks.
+      decodes: sequences that generate one token each, or `num_steps`.
+      positions: i64[n]; position of the first input token of each decode.
+      tokens: i64[n]; that token, where the host chose it; -1 elsewhere. None: -1 everywhere.
+      counts: i64[n]; most tokens that each generates in this dispatch.
+      chunks: chunks of prompts, and of tokens that preempted sequences recompute.
+      num_steps: decode steps of this dispatch; 1 if there are chunks.
       admitted: sequences that got a row for this step.
-      logprobs: the most likeliest tokens that one of all wants reported; -1: none wants any.
+      logprobs: largest number of most likely tokens to report; -1: no log-probabilities.
     """
 
     decodes: Decodes
@@ -85,13 +85,13 @@ class Work:
 
     @classmethod
     def nothing(cls) -> Work:
-        """A step of padding alone."""
+        """A step of nothing but padding."""
         none = np.zeros(0, np.int64)
         decodes = Decodes([], none, none, none > 0, True, False, -1, 0)
         return cls(decodes, none, None, none, [], 1, [], -1)
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that it computes something of."""
+        """All sequences with work in this step."""
         chunks = [s for chunk in self.chunks for s in (chunk.sequence, *chunk.children)]
         return [*self.decodes.sequences, *chunks]

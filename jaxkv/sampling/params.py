@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen. Host code: imports no JAX."""
+"""Sampling parameters of a request. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any, NamedTuple
 
 from jaxkv.errors import ConfigError
 
-MAX_STOP_TOKENS = 16  # ids that end a request, the model's own among them: the device looks for all
+MAX_STOP_TOKENS = (
+    16  # most ids that end a request, the model's own included: a step compares with all
+)
 MAX_LOGIT_BIAS = 64
 
 
 class LogitsProcessor(NamedTuple):
-    """A user's change of the logits, with a state of its own.
+    """A user's function on the logits, with its own state.
 
-    One object for all requests that share it: steps are compiled for each object anew.
+    Requests that use the same processor should share the object: steps are compiled once for each.
 
     Attributes:
-      init: () -> state, a PyTree of arrays: where a request starts.
+      init: () -> state, a PyTree of arrays: the state at the start of a request.
       apply: (logits f32[vocab_size], state, token_ids i32[max_len], length i32[]) ->
-        (logits, state). A pure JAX function, for one sequence; `token_ids[:length]` are its tokens,
-        the prompt included. Comes after bias and penalties, before temperature and limits.
+        (logits, state). A pure JAX function of one sequence; `token_ids[:length]` are its tokens,
+        the prompt included. It runs after bias and penalties, before temperature and limits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,36 +42,38 @@ class LogitsProcessor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Parameters for sampling the tokens of a request.
 
-    In this order: bias, min_tokens, penalties, logits processor, temperature, min-p, top-k, top-p.
+    They apply in this order: bias, min_tokens, penalties, logits processor, temperature, min-p,
+    top-k, top-p.
 
     Attributes:
-      temperature: 0 is greedy; logits are divided by it otherwise.
-      top_k: only the k most likely tokens; 0 for all.
-      top_p: only the most likely tokens whose probabilities reach p together; 1 for all.
-      min_p: only tokens at least so likely, relative to the likeliest; 0 for all.
-      repetition_penalty: logits of tokens that prompt or output hold are divided by it where
-        positive, multiplied where negative; 1 is off (CTRL, https://arxiv.org/abs/1909.05858).
-      presence_penalty: taken from the logits of tokens that the output holds; 0 is off.
-      frequency_penalty: likewise, once for each time; 0 is off.
-      logit_bias: {token id: what is added to its logit}, at most 64.
-      seed: of the request's keys: a token depends on seed, sample and position, not on what else
-        is in the batch, nor on preemption. None: one of the engine's own for each request.
-      n: samples of the prompt, which is computed once.
-      best_of: samples to draw, of which the `n` with the highest mean log-probability are given;
-        None: n.
+      temperature: divisor of the logits; 0 is greedy.
+      top_k: sample from the k most likely tokens; 0 is off.
+      top_p: sample from the fewest most likely tokens whose probabilities sum to p; 1 is off.
+      min_p: sample from tokens with at least this share of the highest probability; 0 is off.
+      repetition_penalty: divisor of positive, factor of negative logits of tokens that the prompt
+        or the output contains; 1 is off (CTRL, https://arxiv.org/abs/1909.05858).
+      presence_penalty: subtracted from the logits of tokens that the output contains; 0 is off.
+      frequency_penalty: subtracted once for each occurrence in the output; 0 is off.
+      logit_bias: {token id: addend to its logit}, at most 64 entries.
+      seed: seed of the request's PRNG keys. A token depends on seed, sample and position, not on
+        the batch, nor on preemption. None: the engine draws one for each request.
+      n: number of samples; the prompt is computed once.
+      best_of: number of samples to draw; the `n` with the highest mean log-probability are
+        returned. None: n.
       max_tokens: most tokens to generate.
-      min_tokens: no stop token before so many.
-      stop_token_ids: end the request as the model's own end tokens do; the token is given out.
-      stop: texts that end the request; given out is the text before.
-      ignore_eos: go on past the model's end tokens (not past `stop_token_ids`).
-      detokenize: give text beside token ids, if the engine has a tokenizer.
-      logprobs: give each token's log-probability, and those of so many likeliest ones; the model's
-        own, before all of the above. None: no.
-      prompt_logprobs: give the prompt tokens' log-probabilities too. Such a prompt is computed
-        whole: a cached prefix has no logits.
-      logits_processor: a user's own change of the logits.
+      min_tokens: tokens before which no stop token is sampled.
+      stop_token_ids: token ids that end the request, beside the model's own end tokens; the token
+        is part of the output.
+      stop: texts that end the request; the output text ends before them.
+      ignore_eos: continue past the model's end tokens (not past `stop_token_ids`).
+      detokenize: return text beside token ids, if the engine has a tokenizer.
+      logprobs: number of most likely tokens to report at each position, beside the log-probability
+        of the sampled token; the model's own, before all of the above. None: no log-probabilities.
+      prompt_logprobs: also report log-probabilities of the prompt tokens. Such a prompt is computed
+        whole, since a cached prefix has no logits.
+      logits_processor: a user's function on the logits.
 
     Raises:
       ConfigError: a value out of range, by name.
@@ -119,15 +123,14 @@ class SamplingParams:
             ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS
              and all(map(finite, self.logit_bias.values())),
              f"finite numbers for at most {MAX_LOGIT_BIAS} tokens"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**32, "None, or below 2**32 and not "
-             "negative"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2**32)"),
             ("n", self.n >= 1, "at least 1"),
             ("best_of", self.best_of is None or self.best_of >= self.n,
              f"None or at least n={self.n}"),
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens,
              f"between 0 and max_tokens={self.max_tokens}"),
-            ("stop", all(self.stop), "texts that are not empty"),
+            ("stop", all(self.stop), "non-empty texts"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or 0 to 64"),
         )  # fmt: skip
         for name, good, wanted in checks:
@@ -136,23 +139,23 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Samples that are drawn."""
+        """Number of samples to draw."""
         return self.best_of or self.n
 
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
-    """A search for the likeliest continuations, `width` at a time.
+    """Parameters of a beam search for the most likely continuations.
 
     Attributes:
-      width: hypotheses that are kept at every step, and that are given in the end.
+      width: number of hypotheses kept at every step, and returned at the end.
       max_tokens: most tokens of a hypothesis.
-      length_penalty: hypotheses are ranked by log-probability / generated tokens ** this.
-      early_stopping: True: end when `width` hypotheses have ended; False: when no running one can
-        still get better than the worst of these.
-      stop_token_ids: end a hypothesis as the model's own end tokens do.
-      ignore_eos: go on past the model's end tokens.
-      detokenize: give text beside token ids, if the engine has a tokenizer.
+      length_penalty: exponent e of the ranking by log-probability / generated tokens ** e.
+      early_stopping: True: end when `width` hypotheses have ended; False: end when no live
+        hypothesis can still beat the worst of these.
+      stop_token_ids: token ids that end a hypothesis, beside the model's own end tokens.
+      ignore_eos: continue past the model's end tokens.
+      detokenize: return text beside token ids, if the engine has a tokenizer.
 
     Raises:
       ConfigError: a value out of range, by name.
@@ -178,5 +181,5 @@ class BeamSearchParams:
 
     @property
     def num_samples(self) -> int:
-        """Hypotheses that are kept."""
+        """Number of hypotheses kept."""
         return self.width

@@ -1,8 +1,8 @@
-"""From logits to the next token, on the device.
+"""Sampling on the device: from logits to the next token.
 
-What a sequence's choice depends on lies in a row of `SamplerState`, beside its row of the block
-table: its tokens so far, its parameters, its seed. A step reads its input tokens there and writes
-the new ones back, so that the next step can start before the host has seen them.
+A row of `SamplerState`, with the number of the sequence's row of the block table, holds everything
+that a draw depends on: tokens, parameters, seed. A step reads its input tokens there and writes the
+new ones back, so that the next step can start before they reach the host.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxkv.sampling.params import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What steps change, one row for each sequence. A PyTree; steps donate it.
+    """State that steps change, one row for each sequence. A PyTree; steps donate it.
 
     Attributes:
-      token_ids: i32[R, max_len]; tokens of the sequence, prompt included; the rest is anything.
-      processor_states: of each logits processor, with a leading axis R.
+      token_ids: i32[R, max_len]; tokens of the sequence, prompt included; arbitrary past its end.
+      processor_states: state of each logits processor, with a leading axis R.
     """
 
     token_ids: Any
@@ -43,25 +43,25 @@ class History:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowParams:
-    """What steps only read, one row for each sequence. A PyTree.
+    """Parameters that steps only read, one row for each sequence. A PyTree.
 
     Attributes:
-      num_prompt: i32[R]; how many of the tokens are the prompt.
+      num_prompt: i32[R]; number of prompt tokens.
       end: i32[R]; length at which the sequence ends.
-      min_len: i32[R]; length before which no stop token is chosen.
+      min_len: i32[R]; length before which no stop token is sampled.
       stop_ids: i32[R, MAX_STOP_TOKENS]; -1 where unused.
       seed: u32[R].
-      sample: u32[R]; which sample of its request.
+      sample: u32[R]; number of the sample in its request.
       temperature: f32[R].
       top_k: i32[R].
       top_p: f32[R].
       min_p: f32[R].
-      repetition: f32[R]; penalties.
-      presence: f32[R].
-      frequency: f32[R].
+      repetition: f32[R]; repetition penalty.
+      presence: f32[R]; presence penalty.
+      frequency: f32[R]; frequency penalty.
       bias_ids: i32[R, MAX_LOGIT_BIAS]; -1 where unused.
-      bias: f32[R, MAX_LOGIT_BIAS].
-      processor: i32[R]; which of the engine's logits processors, -1 for none.
+      bias: f32[R, MAX_LOGIT_BIAS]; addends.
+      processor: i32[R]; index of the logits processor, -1 for none.
     """
 
     num_prompt: Any
@@ -88,9 +88,9 @@ class SamplerState:
     """R rows. A PyTree.
 
     Attributes:
-      history: see there.
-      params: see there. They are apart because an array that a step returns costs the host more
-        than one that it only reads.
+      history: state that steps change.
+      params: parameters that steps read. They are separate because an array that a step returns
+        costs the host more than one that it only reads.
     """
 
     history: History
@@ -98,7 +98,7 @@ class SamplerState:
 
     @classmethod
     def empty(cls, rows: int, max_len: int) -> SamplerState:
-        """Greedy rows without tokens, NumPy."""
+        """Greedy rows without tokens, as NumPy arrays."""
         i32, f32 = np.int32, np.float32
         params = RowParams(
             num_prompt=np.zeros(rows, i32), end=np.zeros(rows, i32), min_len=np.zeros(rows, i32),
@@ -125,7 +125,7 @@ class SamplerState:
         sample: int,
         processor: int,
     ) -> None:
-        """Sets a row of an `empty` one."""
+        """Fills a row, in place; for states of NumPy arrays only."""
         self.history.token_ids[row, : len(token_ids)] = token_ids
         to = self.params
         to.num_prompt[row], to.end[row] = num_prompt, end
@@ -141,14 +141,14 @@ class SamplerState:
             to.bias_ids[row, i], to.bias[row, i] = token, bias
 
     def with_processor_states(self, states: tuple[Any, ...]) -> SamplerState:
-        """The same with these in place of its own."""
+        """The state with these processor states."""
         history = dataclasses.replace(self.history, processor_states=states)
         return dataclasses.replace(self, history=history)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def set_rows(state: SamplerState, rows: jax.Array, new: SamplerState) -> SamplerState:
-    """Rows of `new` into rows i32[A] of the state; outside it: dropped. Donates state."""
+    """Writes the rows of `new` to rows i32[A]; rows out of range are dropped. Donates state."""
     return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), state, new)
 
 
@@ -156,7 +156,7 @@ def set_rows(state: SamplerState, rows: jax.Array, new: SamplerState) -> Sampler
 def copy_rows(
     state: SamplerState, sources: jax.Array, rows: jax.Array, seeds: jax.Array, samples: jax.Array
 ) -> SamplerState:
-    """Rows i32[A] become what rows `sources` are, but for seed and sample. Donates state."""
+    """Copies rows `sources` to rows i32[A], except seed and sample. Donates state."""
     state = jax.tree.map(lambda x: x.at[rows].set(x[sources], mode="drop"), state)
     params = dataclasses.replace(
         state.params,
@@ -167,10 +167,10 @@ def copy_rows(
 
 
 class ProcessorError(JaxkvError):
-    """A user's logits processor failed while a step was traced.
+    """A user's logits processor raised while a step was traced.
 
     Attributes:
-      processor: its index.
+      processor: index of the processor.
     """
 
     def __init__(self, processor: int, error: Exception):
@@ -179,13 +179,14 @@ class ProcessorError(JaxkvError):
 
 
 class Sampled(NamedTuple):
-    """What was chosen for each of L rows.
+    """Sampled tokens of L rows.
 
     Attributes:
-      tokens: i32[L].
-      logprobs: f32[L]; of the token, or of the target where one is given; None if not asked for.
-      top_ids: i32[L, K]; the likeliest tokens.
-      top_logprobs: f32[L, K].
+      tokens: i32[L]; sampled tokens.
+      logprobs: f32[L]; log-probability of the token, or of the target where one is given; None
+        unless requested.
+      top_ids: i32[L, K]; most likely tokens.
+      top_logprobs: f32[L, K]; their log-probabilities.
     """
 
     tokens: Any
@@ -205,20 +206,20 @@ def sample(
     num_logprobs: int | None = None,
     processors: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[Sampled, SamplerState]:
-    """The next token of each row.
+    """Samples the next token of each row.
 
     Args:
       logits: f32[L, vocab_size].
-      state: R rows; `history.token_ids[rows, :lengths]` is what the logits follow.
-      rows: i32[L], rows of the state; R or above for padding.
-      lengths: i32[L]; the new token's position.
-      keep: bool[L]; the token is written to the state, and a processor's new state is kept.
-      targets: i32[L]; tokens whose log-probability is wanted instead of the chosen one's, or -1.
-      num_logprobs: static; so many likeliest tokens are reported. None: no log-probabilities.
-      processors: static; those of the state.
+      state: R rows; the logits follow the tokens `history.token_ids[rows, :lengths]`.
+      rows: i32[L]; rows of the state; R or above for padding.
+      lengths: i32[L]; positions of the new tokens.
+      keep: bool[L]; whether the token, and the new state of a processor, is written to the state.
+      targets: i32[L]; tokens whose log-probability is reported instead of the sampled one's, or -1.
+      num_logprobs: static; most likely tokens to report. None: no log-probabilities.
+      processors: static; logits processors of the state.
 
     Returns:
-      What was chosen, and the new state, whose history alone has changed.
+      The sampled tokens, and the new state, of which only the history has changed.
     """
     raw, history = logits, state.history
     R = len(history.token_ids)
@@ -243,7 +244,7 @@ def sample(
 
 
 class _Rows(NamedTuple):
-    """A state's rows as a batch wants them; padding is greedy, without limits or penalties."""
+    """Rows of a state in batch order; padding is greedy, without limits or penalties."""
 
     state: SamplerState
     at: jax.Array  # i32[L], in range
@@ -261,7 +262,7 @@ class _Rows(NamedTuple):
 
 
 def _biased(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
-    """Bias added, and no stop token before its time."""
+    """Adds biases, and masks stop tokens before the minimum length."""
     vocab_size, at = logits.shape[1], jnp.arange(len(logits))[:, None]
 
     def add(logits):
@@ -305,7 +306,7 @@ def _penalised(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
 
 
 def _processed(logits, read: _Rows, lengths, i: int, processor: LogitsProcessor, old, keep):
-    """Logits of the rows that use a processor, and its states."""
+    """Applies a logits processor to the rows that use it; returns logits and states."""
     mine = read("processor", -1) == i
     states = jax.tree.map(lambda x: x[read.at], old)
     try:
@@ -328,7 +329,7 @@ def _drawn(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
         least = scaled.max(axis=-1) + jnp.log(min_p)  # of 0: -inf
         scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
         limited = (top_k > 0) | (top_p < 1)
-        # Sorting the vocabulary is the cost of top-k and top-p: only when somebody asks for them.
+        # Top-k and top-p sort the vocabulary: only if a row uses them.
         scaled = lax.cond(limited.any(), lambda: _limit(scaled, top_k, top_p), lambda: scaled)
 
         def row(seed, sample, position, logits):
@@ -360,7 +361,7 @@ def _argmax(x: jax.Array) -> jax.Array:
 
 
 def _limit(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Logits with what top-k and top-p exclude at -inf; the most likely token always stays."""
+    """Masks what top-k and top-p exclude with -inf; the most likely token always stays."""
     vocab_size = logits.shape[-1]
     ranked = -jnp.sort(-logits, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)

@@ -120,9 +120,9 @@ def test_forks_and_rollbacks_that_cannot_be(small_model):
         with pytest.raises(JaxkvError, match="has several samples"):
             call(a)
     b = engine.submit(prompt_of(6), greedy(6))
-    with pytest.raises(JaxkvError, match="are to be computed: step first"):
+    with pytest.raises(JaxkvError, match="is not computed yet; call step first"):
         engine.verify(b, [1])
-    with pytest.raises(JaxkvError, match="cannot take back 1 of 0 generated tokens"):
+    with pytest.raises(JaxkvError, match="cannot roll back 1 tokens: 0 are generated"):
         engine.rollback(b, 1)
     run(engine)
 
@@ -244,7 +244,7 @@ def test_beams_that_are_aborted_or_never_fit(small_model):
     assert output.finish_reason == "abort"
     engine.step()
     verify_idle(engine)
-    with pytest.raises(ConfigError, match="a beam search of width 9 needs as many rows"):
+    with pytest.raises(ConfigError, match="a beam search of width 9 needs 9 rows"):
         engine.submit([1], BeamSearchParams(width=9, max_tokens=4))
     with pytest.raises(ConfigError, match="may need 25 blocks, the pool has 12"):
         engine.submit(prompt_of(6), BeamSearchParams(width=4, max_tokens=20))
