@@ -1,12 +1,13 @@
 """Copies whole blocks inside the pool (copy-on-write).
 
 Data movement: C blocks are read into a buffer and written from there, in place when the surrounding
-jit donates the pool: twice the bytes that a copy takes, of the few blocks that a step may copy.
+jit donates the pool: twice the bytes of a direct copy, for the few blocks that a step may copy.
 
-On a GPU that is XLA's gather and scatter, one kernel each. Compiled for an H200 and Llama-3-8B's
-pool they move 8 bytes a load and a store, and the buffer is all their temporary memory. The barrier
-between them is needed: fused into one they would write what they read, and XLA then copied the pool
-before and after. On `unique_indices` see `scatter_kv`, on the view of the blocks `layout`.
+On a GPU these are XLA's gather and scatter, one kernel each. Compiled for an H200 and Llama-3-8B's
+pool, they move 8 bytes per load and store, and the buffer is their only temporary memory. The
+barrier between them is needed: fused, they would write the array that they read, and XLA then
+copied the pool before and after. `scatter_kv` explains `unique_indices`, `layout` the view of the
+blocks.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from jaxkv.pallas_kernels.layout import or_past_pool, whole_blocks
 
 
 def copy_blocks(kv_pages: jax.Array, sources: jax.Array, destinations: jax.Array) -> jax.Array:
-    """kv_pages with `kv_pages[destinations] = kv_pages[sources]`; reads come before writes.
+    """Returns kv_pages after `kv_pages[destinations] = kv_pages[sources]`; reads precede writes.
 
     Args:
       kv_pages: [num_blocks, ...], donated by the surrounding jit.
-      sources: i32[C], each a block of the pool.
-      destinations: i32[C], no block twice; outside [0, num_blocks): dropped (padding).
+      sources: i32[C], blocks of the pool.
+      destinations: i32[C], without repeated blocks; ids outside [0, num_blocks) are padding and
+        dropped.
 
     Returns:
-      The pages, of the same shape.
+      The pages, in the same shape.
 
     Example:
       >>> import jax.numpy as jnp

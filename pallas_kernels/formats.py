@@ -1,10 +1,10 @@
-"""Page formats: what the element type of a pool's pages means.
+"""Page formats: the meaning of the element type of a pool's pages.
 
-    float pages   K and V as they are, in the dtype of the queries or another float type.
+    float pages   unquantised K and V, in the dtype of the queries or another float type.
     int8 pages    symmetric, one scale per token and KV head: k = code * scale.
 
-The facts need no JAX (host code reads them); the functions on arrays import it when called. A new
-format is an entry in `FORMATS`, and what `quantise` and `dequantise` do with it.
+The table needs no JAX, since host code reads it; the functions on arrays import JAX when called. A
+new format is an entry in `FORMATS` and a case in `quantise` and `dequantise`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SMALLEST = 1e-30  # keeps the scale of a row of zeros from being 0
 
 @dataclasses.dataclass(frozen=True)
 class PageFormat:
-    """One element type of pages.
+    """An element type of pages.
 
     Attributes:
       name: name of the dtype.
       dtype: element type of the pages.
-      scale_dtypes: element types that the scales may have, by name; empty: no scales.
+      scale_dtypes: names of the element types that the scales may have; empty without scales.
     """
 
     name: str
@@ -38,11 +38,11 @@ class PageFormat:
 
     @property
     def quantised(self) -> bool:
-        """Whether scales lie beside the pages."""
+        """Whether the pages have scales."""
         return bool(self.scale_dtypes)
 
     def row_bytes(self, head_dim: int, scale_dtype: str) -> int:
-        """Bytes of one token's K, or V, of one head; its scale included."""
+        """Bytes of one token's K or V in one head, scale included."""
         scale = np.dtype(scale_dtype).itemsize if self.quantised else 0
         return head_dim * self.dtype.itemsize + scale
 
@@ -59,13 +59,13 @@ FORMATS = {
 
 
 def format_of(dtype: Any) -> PageFormat:
-    """The format of pages of this dtype.
+    """Returns the format of pages of a dtype.
 
     Args:
       dtype: a dtype, or the name of one.
 
     Raises:
-      ValueError: pages cannot have it.
+      ValueError: the dtype is not a page format.
 
     Example:
       >>> format_of("int8").quantised, format_of(np.float32).row_bytes(64, "float32")
@@ -73,16 +73,16 @@ def format_of(dtype: Any) -> PageFormat:
     """
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if name not in FORMATS:
-        raise ValueError(f"pages cannot be {name}: dtype must be one of {', '.join(FORMATS)}")
+        raise ValueError(f"dtype of pages must be one of {', '.join(FORMATS)}, got {name}")
     return FORMATS[name]
 
 
 def quantise(x: jax.Array, scale_dtype: DTypeLike = np.float32) -> tuple[jax.Array, jax.Array]:
-    """int8 codes of x and one scale for each row along the last axis: x is about code * scale.
+    """Quantises x to int8 codes with one scale per row of the last axis: x is about code * scale.
 
-    The scale is rounded to its dtype before the codes are made, so that they fit the scale that
-    will be read: each element is off by half a scale at most (and, with a bfloat16 scale that was
-    rounded down, the largest by three quarters).
+    The scale is rounded to its dtype before the codes are computed, so that the codes fit the scale
+    that will be read: the error of an element is at most half a scale (three quarters for the
+    largest elements, if a bfloat16 scale was rounded down).
 
     Args:
       x: [..., head_dim].
@@ -107,30 +107,30 @@ def quantise(x: jax.Array, scale_dtype: DTypeLike = np.float32) -> tuple[jax.Arr
 
 
 def dequantise(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """float32 numbers [..., head_dim] from what pages hold, element by element: for references."""
+    """Returns float32 values [..., head_dim] of page elements; for reference implementations."""
     numbers = codes.astype(np.float32)
     return numbers if scales is None else numbers * scales.astype(np.float32)[..., None]
 
 
 def check_scales(kv_pages: jax.Array, kv_scales: jax.Array | None) -> None:
-    """Raises ValueError unless the pages have scales exactly if their format wants them."""
+    """Raises ValueError unless scales are given exactly if the page format requires them."""
     page_format = format_of(kv_pages.dtype)
     if not page_format.quantised:
         if kv_scales is not None:
             raise ValueError(
-                f"kv_scales belong to int8 pages, and these are {kv_pages.dtype}: leave them out"
+                f"kv_scales must be None: {kv_pages.dtype} pages have no scales, only int8 pages do"
             )
         return
     expected = kv_pages.shape[:-1]
     if kv_scales is None:
         raise ValueError(
-            f"{page_format.name} pages mean nothing without kv_scales: pass those that scatter_kv "
-            f"returned with them, of shape {expected}"
+            f"{page_format.name} pages need kv_scales of shape {expected}: pass the scales that "
+            "scatter_kv returned with the pages"
         )
     if kv_scales.shape != expected:
         raise ValueError(
-            f"one scale per token and head: {kv_scales.shape=}, but {expected} fits "
-            f"{kv_pages.shape=}"
+            f"kv_scales.shape must be {expected} (one scale per token and head of "
+            f"{kv_pages.shape=}), got {kv_scales.shape}"
         )
     if kv_scales.dtype.name not in page_format.scale_dtypes:
         allowed = " or ".join(page_format.scale_dtypes)

@@ -1,7 +1,7 @@
-"""Lengths, positions and the like as 32-bit integers: what they are not is refused.
+"""Conversion of lengths, positions and other metadata to 32-bit integers, with checks.
 
-JAX itself keeps the lower half of a 64-bit NumPy array without a word, and a length of 2**32 + 5
-would be one of 5.
+JAX itself silently keeps the lower half of a 64-bit NumPy array: a length of 2**32 + 5 would become
+a length of 5.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def int32(name: str, x: ArrayLike) -> jax.Array | np.ndarray: ...
 
 
 def int32(name: str, x: ArrayLike) -> jax.Array | np.ndarray:
-    """x in int32, on the host if it came from there.
+    """Returns x as int32; a host array stays on the host.
 
     Args:
-      name: for the error.
-      x: integers of any type. Values are looked at where they are on the host; those of a JAX array
-        are not, and inside a jitted function they are not known.
+      name: name of the argument in error messages.
+      x: integers of any type. The values of a host array are checked; those of a JAX array are not,
+        since inside a jitted function they are unknown.
 
     Raises:
-      ValueError: other numbers than integers, or integers that do not fit.
+      ValueError: x does not hold integers, or they do not fit 32 bits.
 
     Example:
       >>> import numpy as np

@@ -1,10 +1,10 @@
-"""The pool's axes, by name: the one place that knows their order.
+"""The pool's axes by name. Only this module depends on their order.
 
     kv_pages  [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]   K at 0, V at 1
     kv_scales [num_blocks, num_layers, 2, num_kv_heads, block_size]             of quantised pages
 
-Elsewhere the pool is read through `PoolShape` and the functions below; a test holds that no other
-module indexes its axes by number.
+Other modules read the pool through `PoolShape` and the functions below; a test checks that none of
+them indexes its axes by number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxkv.pallas_kernels import target
 
 
 class _Sizes(Protocol):
-    """The sizes that a cache's configuration has."""
+    """The pool sizes in a cache configuration."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -62,10 +62,10 @@ class PoolShape:
 
     @classmethod
     def of(cls, kv_pages: Any) -> Self:
-        """The shape of a pool of pages.
+        """Returns the shape of a pool of pages.
 
         Raises:
-          ValueError: an array that is not a pool.
+          ValueError: the array is not a pool of pages.
         """
         shape = kv_pages.shape
         if len(shape) != 6 or shape[2] != 2:
@@ -77,7 +77,7 @@ class PoolShape:
 
     @classmethod
     def for_config(cls, config: _Sizes) -> Self:
-        """The shape of the pool that a configuration describes."""
+        """Returns the shape of the pool that a configuration describes."""
         names = (field.name for field in dataclasses.fields(cls))
         return cls(**{name: getattr(config, name) for name in names})
 
@@ -90,56 +90,57 @@ class PoolShape:
         return (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size)
 
     def staging_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of so many blocks' pages outside the pool, as `gather_blocks` gives them."""
+        """Shape of the pages of `num_blocks` blocks outside the pool, as from `gather_blocks`."""
         return dataclasses.replace(self, num_blocks=num_blocks).array_shape()
 
 
 def split_by_heads(mesh_axis: str) -> PartitionSpec:
-    """The pool's, or its scales', KV heads divided over a mesh axis."""
+    """Partition spec of the pool, or of its scales: KV heads divided over a mesh axis."""
     return PartitionSpec(None, None, None, mesh_axis)
 
 
 def page_rows(kv_pages: jax.Array) -> jax.Array:
-    """The pool as [rows, block_size, head_dim]: one row is one page of one layer, K or V, head."""
+    """Pool as [rows, block_size, head_dim]; one row per (block, layer, K or V, head)."""
     return kv_pages.reshape(-1, *kv_pages.shape[-2:])
 
 
 def scale_rows(kv_scales: jax.Array) -> jax.Array:
-    """The scales as [rows, block_size], rows as in `page_rows`."""
+    """Scales as [rows, block_size], with rows as in `page_rows`."""
     return kv_scales.reshape(-1, kv_scales.shape[-1])
 
 
 def page_row(shape: PoolShape, block, layer, k_or_v, head):
-    """Row in `page_rows` of a page; arguments broadcast. Rows, not elements: they fit an int32."""
+    """Row of a page in `page_rows`; arguments broadcast. Row numbers fit an int32."""
     return _heads_row(shape.num_layers, block, layer, k_or_v) * shape.num_kv_heads + head
 
 
 def _heads_row(num_layers: int, block, layer, k_or_v):
-    """Row of all heads' pages of a block's K or V in a layer; arguments broadcast."""
+    """Row that holds all heads' pages of a block's K or V in a layer; arguments broadcast."""
     return (block * num_layers + layer) * 2 + k_or_v
 
 
 def layer_pages(pool: jax.Array, blocks, layer: int) -> jax.Array:
-    """Pages, or scales, of blocks [...] in a layer: [..., 2, num_kv_heads, block_size, ...]."""
+    """Pages or scales of blocks [...] in a layer: [..., 2, num_kv_heads, block_size, ...]."""
     return pool[blocks, layer]
 
 
 def slot_index(block, layer, k_or_v, offset) -> tuple[Any, ...]:
-    """Index of all heads' elements of one token, in the pool or its scales."""
+    """Index of one token's elements, all heads, in the pool or its scales."""
     return block, layer, k_or_v, slice(None), offset
 
 
 def token_slots(pool: jax.Array, blocks, layer: int, offsets) -> tuple[jax.Array, tuple[Any, ...]]:
-    """The pool or its scales in a view, and where tokens' K and V are in it.
+    """A view of the pool or its scales, and the index of the tokens' K and V in it.
 
-    The view has few axes, but one for the heads, which may be divided over devices: on a GPU, XLA
-    writes several elements at once only where it sees that they are aligned, and through six axes
-    it does not. On a CPU there is no such gain, and where there is one head, a copy of the pool.
+    The view merges axes but keeps one for the heads, which may be divided over devices: on a GPU,
+    XLA writes several elements at once only where it can prove their alignment, and through six
+    axes it cannot. On a CPU the view gains nothing, and with one head it costs a copy of the pool.
 
     Args:
-      blocks: i32[T].
+      pool: pages or scales of the pool.
+      blocks: i32[T], block of each token.
       layer: layer of the pool.
-      offsets: i32[T].
+      offsets: i32[T], slot of each token in its block.
 
     Returns:
       (view, index); `view[index]` is [T, 2, num_kv_heads, ...].
@@ -152,9 +153,9 @@ def token_slots(pool: jax.Array, blocks, layer: int, offsets) -> tuple[jax.Array
 
 
 def whole_blocks(blocks: jax.Array) -> jax.Array:
-    """Blocks [C, ...] of pages or scales in a view whose first axis is still theirs.
+    """A view of blocks [C, ...] of pages or scales that keeps the first axis.
 
-    As in `token_slots`: [C, num_layers * 2, num_kv_heads, the rest], and on a CPU as they are.
+    As in `token_slots`: [C, num_layers * 2, num_kv_heads, the rest]; on a CPU, the array itself.
     """
     if target.current()[0] == "cpu":
         return blocks
@@ -164,26 +165,26 @@ def whole_blocks(blocks: jax.Array) -> jax.Array:
 
 
 def blocks_shape(pool: jax.Array, num_blocks: int) -> tuple[int, ...]:
-    """Shape of so many blocks of pages or scales outside the pool."""
+    """Shape of `num_blocks` blocks of pages or scales outside the pool."""
     return (num_blocks, *pool.shape[1:])
 
 
 def or_past_pool(blocks: jax.Array, kv_pages: jax.Array) -> jax.Array:
-    """Block ids i32, those outside the pool moved past its end, where gathers and scatters see it.
+    """Block ids i32; ids outside the pool move past its end, where gathers and scatters drop them.
 
-    XLA alone would wrap a -1 to the last block.
+    XLA alone would wrap -1 to the last block.
     """
     num_blocks = kv_pages.shape[0]
     return jnp.where((blocks >= 0) & (blocks < num_blocks), blocks, num_blocks).astype(jnp.int32)
 
 
 def or_null(name: str, blocks: ArrayLike, kv_pages: jax.Array) -> jax.Array:
-    """Block ids i32, those outside the pool replaced by the null block: they can only be padding.
+    """Block ids i32; ids outside the pool are padding and become the null block.
 
-    Ids that come from the host are compared there: JAX keeps the lower half of 64 bits.
+    Ids on the host are compared on the host, since JAX keeps only the lower half of 64 bits.
 
     Raises:
-      ValueError: ids that are not integers.
+      ValueError: the ids are not integers.
     """
     if not isinstance(blocks, jax.Array):
         blocks = np.asarray(blocks)

@@ -1,14 +1,14 @@
-"""Moves whole blocks out of the pool and into it, and clears them: for swapping and for transfers.
+"""Gathers, writes and clears whole blocks of the pool, for swapping and transfers.
 
 Data movement: C blocks, once each, all layers of a block together; the writes are in place when
 the surrounding jit donates the pool. Callers pad the ids to a few sizes (any id outside the pool
-is padding), so that these compile a few times and not for every count. They take pages and their
-scales alike.
+is padding), so that each function compiles a few times and not for every count. All of them take
+pages or scales.
 
-On a GPU these are XLA's gather and scatter. Compiled for an H200 and Llama-3-8B's pool each is one
-kernel that moves 8 bytes a load and a store (of int8 pages, 4), with no copy of the pool and no
-temporaries; `gather_blocks` has a second one, of C threads, for which ids are padding. A kernel of
-ours could do no better. On `unique_indices` see `scatter_kv`, on the view of the blocks `layout`.
+On a GPU these are XLA's gather and scatter. Compiled for an H200 and Llama-3-8B's pool, each is one
+kernel that moves 8 bytes per load and store (4 for int8 pages), with no copy of the pool and no
+temporaries; `gather_blocks` has a second kernel, of C threads, that marks the padding ids. A custom
+kernel could not do better. `scatter_kv` explains `unique_indices`, `layout` the view of the blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxkv.pallas_kernels.layout import blocks_shape, or_past_pool, whole_blocks
 
 
 def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
-    """The blocks `ids` side by side.
+    """Returns the blocks `ids`, side by side.
 
     Args:
       kv_pages: [num_blocks, ...].
-      ids: i32[C]; outside [0, num_blocks): zeros.
+      ids: i32[C]; ids outside [0, num_blocks) give zeros.
 
     Returns:
       [C, ...].
@@ -40,15 +40,15 @@ def gather_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Array:
-    """kv_pages with `staged[i]` in block `ids[i]`: the inverse of `gather_blocks`.
+    """Returns kv_pages with `staged[i]` in block `ids[i]`: the inverse of `gather_blocks`.
 
     Args:
       kv_pages: [num_blocks, ...], donated by the surrounding jit.
       staged: [C, ...], in the pages' dtype.
-      ids: i32[C], no block twice; outside [0, num_blocks): dropped.
+      ids: i32[C], without repeated blocks; ids outside [0, num_blocks) are dropped.
 
     Raises:
-      ValueError: staged blocks that are not blocks of this pool.
+      ValueError: the staged blocks differ from this pool's blocks in shape or dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,18 +59,18 @@ def put_blocks(kv_pages: jax.Array, staged: jax.Array, ids: jax.Array) -> jax.Ar
     expected = blocks_shape(kv_pages, len(ids))
     if staged.shape != expected or staged.dtype != kv_pages.dtype:
         raise ValueError(
-            f"expected {len(ids)} blocks of {expected[1:]} {kv_pages.dtype}, got "
+            f"staged must hold {len(ids)} blocks of {expected[1:]} {kv_pages.dtype}, got "
             f"{staged.shape=} {staged.dtype}"
         )
     return _set(kv_pages, ids, whole_blocks(staged))
 
 
 def zero_blocks(kv_pages: jax.Array, ids: jax.Array) -> jax.Array:
-    """kv_pages with zeros in the blocks `ids`.
+    """Returns kv_pages with zeros in the blocks `ids`.
 
     Args:
       kv_pages: [num_blocks, ...], donated by the surrounding jit.
-      ids: i32[C], no block twice; outside [0, num_blocks): dropped.
+      ids: i32[C], without repeated blocks; ids outside [0, num_blocks) are dropped.
 
     Example:
       >>> import jax.numpy as jnp

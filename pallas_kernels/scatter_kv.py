@@ -1,18 +1,18 @@
 """Writes K and V of a step's tokens into their slots of the pool, in place.
 
-Data movement: T pieces of head_dim elements per head, K and V (with int8 pages, codes and one
-scale each); nothing else of the pool is read or written when the surrounding jit donates it.
+Data movement: T rows of head_dim elements per head, K and V (for int8 pages, codes and one scale
+each); nothing else of the pool is read or written when the surrounding jit donates it.
 
-On a GPU this is XLA's scatter. Compiled for an H200 and Llama-3-8B's pool it is one kernel, in
-place and without temporaries: one element a thread for the 64 tokens of a decode step, which do not
-fill the GPU, and 8 bytes a store for the 512 of a prefill step. With int8 pages there are three
-kernels, for the rows' largest elements, the codes and the scales. A kernel of ours could do no
-better. Two things make it so:
+On a GPU this is XLA's scatter. Compiled for an H200 and Llama-3-8B's pool, it is one kernel, in
+place and without temporaries: one element per thread for the 64 tokens of a decode step, which do
+not fill the GPU, and 8 bytes per store for the 512 of a prefill step. With int8 pages there are
+three kernels, for the rows' largest elements, the codes and the scales. A custom kernel could not
+do better. Two details make this possible:
 
 - `unique_indices`. Where tokens may share a slot, XLA writes each element of 8 or 16 bits by a
-  compare-and-swap of its own.
-- The view of `token_slots`. Through the six axes of the pool XLA does not see that a token's row is
-  aligned, and stores its elements one by one.
+  separate compare-and-swap.
+- The view of `token_slots`. Through the six axes of the pool, XLA cannot prove that a token's row
+  is aligned, and stores its elements one by one.
 """
 
 from __future__ import annotations
@@ -42,24 +42,23 @@ def scatter_kv(
 
 
 def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
-    """kv_pages with the tokens' K and V in slots (blocks, offsets) of `layer`.
+    """Returns kv_pages with the tokens' K and V in slots (blocks, offsets) of `layer`.
 
     Args:
       kv_pages: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
       k: [T, num_kv_heads, head_dim].
       v: [T, num_kv_heads, head_dim].
-      blocks: i32[T]; outside [0, num_blocks) means dropped.
-      offsets: i32[T], slot inside the block. No two tokens that are not dropped share a slot.
-      layer: which layer of the pool.
+      blocks: i32[T], block of each token; tokens with an id outside [0, num_blocks) are dropped.
+      offsets: i32[T], slot inside the block. Tokens that are not dropped must not share a slot.
+      layer: layer of the pool.
       kv_scales: [num_blocks, num_layers, 2, num_kv_heads, block_size], exactly if the pages are
-        int8; k and v are quantised.
+        int8; k and v are then quantised.
 
     Returns:
       The pages; with `kv_scales`, (pages, scales).
 
     Raises:
-      ValueError: a layer that the pool does not have; scales that are missing, not wanted, or of
-        another shape.
+      ValueError: `layer` is not in the pool; scales are missing, unexpected, or of another shape.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,7 +71,7 @@ def scatter_kv(kv_pages, k, v, blocks, offsets, *, layer, kv_scales=None):
     """
     num_layers = PoolShape.of(kv_pages).num_layers
     if not 0 <= layer < num_layers:
-        raise ValueError(f"{layer=} is not one of the pool's {num_layers} layers")
+        raise ValueError(f"layer must be in [0, {num_layers}), got {layer}")
     check_scales(kv_pages, kv_scales)
     kv = jnp.stack([k, v], axis=1)  # [T, 2, H, D]
     blocks = or_past_pool(blocks, kv_pages)
@@ -98,7 +97,7 @@ def scatter_kv_reference(
     layer: int,
     kv_scales: np.ndarray | None = None,
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """The same, a token at a time on the host. Tests only."""
+    """`scatter_kv`, one token at a time on the host; for tests."""
     pages = np.array(kv_pages)
     scales = None if kv_scales is None else np.array(kv_scales)
     for t, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):

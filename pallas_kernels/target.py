@@ -1,8 +1,8 @@
-"""Which device a computation is traced for: JAX's default device, or one it is only compiled for.
+"""The device that a computation is traced for: JAX's default device, or a compilation target.
 
 A kernel is chosen while a step is traced. When the step is compiled ahead of time for a GPU that
-this machine does not have, the choice must follow that GPU, and what the chosen kernel keeps in
-flight is worth reporting: no compiler knows it.
+this machine does not have, the choice must follow that GPU. The bytes that the chosen kernel keeps
+in flight are reported here, since the compiler does not report them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Pipeline:
     """The copies into shared memory that one thread block of a kernel keeps in flight.
 
     Attributes:
-      kernel: its name.
-      stages: of the ring of tiles.
-      tile_bytes: of one stage, K and V together where both are in flight.
+      kernel: name of the kernel.
+      stages: stages of the ring of tiles.
+      tile_bytes: bytes of one stage, K and V together where both are in flight.
     """
 
     kernel: str
@@ -44,7 +44,7 @@ _TARGET: ContextVar[_Target | None] = ContextVar("target", default=None)
 def compile_for(
     platform: str, compute_capability: tuple[int, int] | None = None
 ) -> Iterator[list[Pipeline]]:
-    """What is traced inside is for this device; gives the pipelines that kernels declare there.
+    """Context in which traces are for this device; yields the pipelines that kernels declare.
 
     Example:
       >>> from jaxkv.pallas_kernels import target
@@ -53,7 +53,7 @@ def compile_for(
       ...     target.current(), pipelines[0].stages
       (('gpu', (9, 0)), 3)
     """
-    jax.clear_caches()  # the target is no part of the keys under which JAX keeps its traces
+    jax.clear_caches()  # JAX's keys of cached traces do not include the target
     target = _Target(platform, compute_capability)
     token = _TARGET.set(target)
     try:
@@ -64,19 +64,19 @@ def compile_for(
 
 
 def declare(pipeline: Pipeline) -> None:
-    """Says what a kernel that is being traced keeps in flight; heard inside `compile_for` only."""
+    """Records the pipeline of a kernel that is being traced; no effect outside `compile_for`."""
     if (target := _TARGET.get()) is not None:
         target.pipelines.append(pipeline)
 
 
 def current() -> tuple[str, tuple[int, int] | None]:
-    """Platform as JAX's devices name it ("cpu", "gpu", ...), and a GPU's compute capability."""
+    """Returns the platform under JAX's name ("cpu", "gpu", ...) and a GPU's compute capability."""
     if (target := _TARGET.get()) is not None:
         return target.platform, target.compute_capability
     device = jax.config.jax_default_device or jax.devices()[0]
     if isinstance(device, str):
         device = jax.devices(device)[0]
-    capability = getattr(device, "compute_capability", None)  # "9.0"; AMD's is no pair of numbers
+    capability = getattr(device, "compute_capability", None)  # "9.0"; AMD's is not two numbers
     if device.platform != "gpu" or not isinstance(capability, str):
         return device.platform, None
     major, _, minor = capability.partition(".")

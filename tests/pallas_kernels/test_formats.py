@@ -1,4 +1,4 @@
-"""Page formats: one table, read by configuration, state, kernels and writes."""
+"""Page formats: one table, read by the configuration, the state, kernels and writes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ def test_a_dtype_has_one_format_under_any_name(name):
 
 
 @pytest.mark.parametrize("dtype", ["int4", np.float64, jnp.float8_e4m3fn])
-def test_other_dtypes_are_refused_by_name(dtype):
+def test_other_dtypes_are_rejected_by_name(dtype):
     with pytest.raises(ValueError, match="must be one of float32, bfloat16, float16, int8"):
         format_of(dtype)
     with pytest.raises(ConfigError, match="is not one of float32"):
@@ -37,12 +37,12 @@ def test_a_state_takes_the_bytes_that_its_config_counts(name, scale_dtype):
         assert state.kv_scales.dtype == jnp.dtype(scale_dtype)
 
 
-def test_scales_of_another_dtype_are_refused():
+def test_scales_of_another_dtype_are_rejected():
     with pytest.raises(ConfigError, match="scale_dtype='float16' is not one of float32, bfloat16"):
         CacheConfig(**SIZES, dtype="int8", scale_dtype="float16")
 
 
-def test_a_round_trip_is_off_by_half_a_scale_at_most(rng):
+def test_a_round_trip_has_an_error_of_at_most_half_a_scale(rng):
     x = rng.normal(size=(40, 64)).astype(np.float32)
     codes, scales = quantise(jnp.asarray(x))
     off = np.abs(np.asarray(dequantise(codes, scales)) - x)

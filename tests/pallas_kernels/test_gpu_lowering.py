@@ -1,7 +1,8 @@
-"""What interpreted kernels do not show: that copies of queries fit the tiles of shared memory.
+"""Alignment of query copies to the tiles of shared memory, which interpreted kernels do not check.
 
-A copy into tiled shared memory is cut into tiles of 8 rows, in the source too. Its rows must be a
-multiple of that, and one that begins inside a tile gets zeros where it would run into the next.
+A copy into tiled shared memory is cut into tiles of 8 rows, in the source too. Its number of rows
+must be a multiple of 8, and a copy that begins inside a tile gets zeros where it would run into the
+next tile.
 """
 
 import jax
@@ -22,7 +23,7 @@ H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_c
 
 @pytest.mark.parametrize(("tokens", "count"), [(5, 1), (67, 67)])
 def test_any_number_of_queries_lowers(tokens, count):
-    """3 query heads of one KV head."""
+    """Lowers decode and prefill with 3 query heads per KV head."""
     seqs = tokens // count
 
     def step(q, pages, tables, lens, starts):
@@ -41,17 +42,17 @@ def test_any_number_of_queries_lowers(tokens, count):
 
 
 @pytest.mark.parametrize("group", range(1, 17))
-def test_no_group_of_heads_reaches_into_a_tile_that_its_copy_does_not_bring(group):
+def test_a_group_of_heads_never_crosses_into_the_next_tile_of_rows(group):
     start = np.arange(1000) * row_stride(group)
     assert ((start % TILE_ROWS == 0) | (start % TILE_ROWS + group <= TILE_ROWS)).all()
 
 
 @pytest.mark.parametrize(("tile_rows", "align"), [(64, TILE_ROWS), (128, TILE_ROWS), (64, 1)])
-def test_query_tiles_begin_where_they_may_and_hold_each_query_once(rng, tile_rows, align):
+def test_query_tiles_are_aligned_and_hold_each_query_once(rng, tile_rows, align):
     num_seqs, num_tokens = 5, 1300
     last_start = -(-num_tokens // TILE_ROWS) * TILE_ROWS - tile_rows
     some = [rng.integers(0, most + 1, num_seqs) for most in (5, 80, 260) * 5]
-    # About a tile's rows, from anywhere inside one: where a tile more is needed, or none.
+    # Counts near a tile's rows, from any offset inside one, with and without a further tile.
     some += [tile_rows + rng.integers(-9, 10, num_seqs) for _ in range(10)]
     for counts in some:
         counts *= rng.integers(0, 4, num_seqs) > 0

@@ -1,4 +1,4 @@
-"""A pool of more elements than an int32 counts, on the CPU, against a small one."""
+"""A pool with more elements than an int32 can count, on the CPU, against a small one."""
 
 import functools
 
@@ -39,7 +39,7 @@ def run(num_blocks, blocks, copy):
     """Writes TOKENS into `blocks`, attends, copies the last of them to `copy`, and reads all.
 
     Returns:
-      What attention gave and what was read; and the same blocks as the host sees the memory.
+      The attention outputs and the gathered blocks; and the same blocks as read by the host.
     """
     rng = np.random.default_rng(0)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""The pool's axes: named in one place, and indexed by number nowhere else."""
+"""The pool's axes: named in `layout`, never indexed by number elsewhere."""
 
 import ast
 from pathlib import Path
@@ -16,7 +16,7 @@ POOLS = {"kv_pages", "kv_scales", "pool", "pool_shape"}
 
 
 def _is_pool(node: ast.expr) -> bool:
-    """`kv_pages`, `state.kv_pages`, `self.pool_shape` and the like."""
+    """Whether a node is `kv_pages`, `state.kv_pages`, `self.pool_shape` or similar."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name in POOLS
 
@@ -55,7 +55,7 @@ def test_the_search_finds_numbered_axes(source, found):
 
 
 def test_only_the_layout_indexes_the_pool_by_number():
-    # Scales have the pages' shape without the last axis: formats says so, whatever the order is.
+    # formats relies on one fact that holds for any order: scales lack the pages' last axis.
     exempt = {"pallas_kernels/layout.py", "pallas_kernels/formats.py"}
     checked = 0
     for room in ("pallas_kernels", "cache", "engine", "compile_check", "observe"):
@@ -67,7 +67,7 @@ def test_only_the_layout_indexes_the_pool_by_number():
     assert checked > 40
 
 
-def test_a_pool_knows_its_shape():
+def test_pool_shape_of_an_array_and_of_a_config():
     shape = PoolShape(5, 3, 2, 16, 8)
     pages = jnp.zeros(shape.array_shape())
     assert PoolShape.of(pages) == shape
@@ -78,12 +78,12 @@ def test_a_pool_knows_its_shape():
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 2, 16, 8), (5, 3, 3, 2, 16, 8), (1, 5, 3, 2, 2, 16, 8)])
-def test_what_is_not_a_pool(shape):
+def test_rejects_arrays_that_are_not_a_pool(shape):
     with pytest.raises(ValueError, match="expected kv_pages"):
         PoolShape.of(np.zeros(shape))
 
 
-def test_rows_of_pages_are_where_the_pool_has_them(rng):
+def test_page_rows_index_the_pages_of_the_pool(rng):
     pages = rng.normal(size=PoolShape(4, 3, 2, 5, 8).array_shape())
     rows = layout.page_rows(jnp.asarray(pages))
     for block, layer, k_or_v, head in np.ndindex(4, 3, 2, 2):

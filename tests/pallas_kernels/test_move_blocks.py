@@ -23,7 +23,7 @@ def pool(request, rng):
     return jnp.asarray(rng.integers(-99, 99, shape), dtype)
 
 
-def test_there_and_back(pool, traced_for):
+def test_gather_zero_and_put_round_trip(pool, traced_for):
     ids = jnp.array([4, 0, 3])
     staged = gather_blocks(pool, ids)
     np.testing.assert_array_equal(staged, np.asarray(pool)[[4, 0, 3]])
@@ -64,7 +64,7 @@ def test_no_blocks(pool, traced_for):
 @pytest.mark.parametrize("heads", [3, 1])
 @pytest.mark.parametrize("count", [1, 4])
 def test_writes_are_in_place(count, heads):
-    """The pool is aliased, and what is needed beside it does not grow with it."""
+    """The pool is aliased, and temporary memory does not grow with it."""
     block = (2, 2, heads, 4, 8)
     ids = jax.ShapeDtypeStruct((count,), jnp.int32)
 
@@ -81,8 +81,8 @@ def test_writes_are_in_place(count, heads):
 
 
 @pytest.mark.parametrize("heads", [4, 8])
-def test_heads_divided_over_devices_stay_there(heads, traced_for):
-    """No device sends blocks to another: each moves its own heads' part of them."""
+def test_heads_divided_over_devices_stay_on_their_device(heads, traced_for):
+    """No communication: each device moves its own heads' part of the blocks."""
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
     whole, divided = (NamedSharding(mesh, spec) for spec in (P(), P(None, None, None, "heads")))
 
@@ -107,6 +107,6 @@ def test_heads_divided_over_devices_stay_there(heads, traced_for):
 
 
 @pytest.mark.parametrize("staged", [jnp.zeros((2, 3)), jnp.zeros((1, 2)), jnp.zeros((2, 2), int)])
-def test_blocks_of_another_pool(staged):
-    with pytest.raises(ValueError, match=r"expected 2 blocks of \(2,\) float32"):
+def test_put_blocks_rejects_blocks_of_another_pool(staged):
+    with pytest.raises(ValueError, match=r"staged must hold 2 blocks of \(2,\) float32"):
         put_blocks(jnp.zeros((4, 2)), staged, jnp.array([1, 2]))

@@ -21,7 +21,7 @@ def test_equals_the_reference(rng, tokens, traced_for):
 
 
 @pytest.mark.parametrize("padding", [-1, 4, 10**6, np.iinfo(np.int32).min])
-def test_padding_is_dropped_wherever_it_points(padding, traced_for):
+def test_padding_is_dropped_for_any_id_outside_the_pool(padding, traced_for):
     pages = jnp.full(SHAPE, 5.0)
     kv = jnp.full((3, 3, 8), jnp.nan).at[0].set(1.0)
     blocks, offsets = jnp.array([0, padding, padding]), jnp.array([2, 3, 0])
@@ -82,18 +82,18 @@ def test_int8_in_place():
     assert analysis.alias_size_in_bytes == np.prod(SHAPE) + np.prod(SHAPE[:-1]) * 4
 
 
-def test_scales_exactly_with_int8():
+def test_scales_are_required_exactly_with_int8():
     args = (*[jnp.ones((1, 3, 8))] * 2, *[jnp.zeros(1, jnp.int32)] * 2)
-    with pytest.raises(ValueError, match="int8 pages mean nothing without"):
+    with pytest.raises(ValueError, match="int8 pages need kv_scales of shape"):
         scatter_kv(jnp.zeros(SHAPE, jnp.int8), *args, layer=0)
-    with pytest.raises(ValueError, match="these are float32"):
+    with pytest.raises(ValueError, match="float32 pages have no scales"):
         scatter_kv(jnp.zeros(SHAPE), *args, layer=0, kv_scales=jnp.zeros(SHAPE[:-1]))
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
-def test_a_layer_of_another_pool(layer):
+def test_rejects_a_layer_outside_the_pool(layer):
     args = (*[jnp.ones((1, 3, 8))] * 2, *[jnp.zeros(1, jnp.int32)] * 2)
-    with pytest.raises(ValueError, match=f"layer={layer} is not one of the pool's 2 layers"):
+    with pytest.raises(ValueError, match=rf"layer must be in \[0, 2\), got {layer}"):
         scatter_kv(jnp.zeros(SHAPE), *args, layer=layer)
 
 

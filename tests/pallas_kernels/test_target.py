@@ -1,4 +1,4 @@
-"""For which device a step is traced."""
+"""The device that a step is traced for."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,13 @@ import pytest
 from jaxkv.pallas_kernels import target
 
 
-def test_the_default_is_the_device_of_jax():
+def test_the_default_is_the_default_device_of_jax():
     assert target.current() == ("cpu", None)
     with jax.default_device(jax.devices("cpu")[0]):
         assert target.current() == ("cpu", None)
 
 
-def test_inside_it_is_the_one_that_is_compiled_for():
+def test_compile_for_sets_the_device_and_nests():
     with target.compile_for("gpu", (9, 0)):
         assert target.current() == ("gpu", (9, 0))
         with target.compile_for("gpu", (8, 0)):
@@ -22,13 +22,13 @@ def test_inside_it_is_the_one_that_is_compiled_for():
     assert target.current() == ("cpu", None)
 
 
-def test_an_error_ends_it_too():
+def test_an_error_restores_the_device():
     with pytest.raises(RuntimeError, match="no"), target.compile_for("gpu"):
         raise RuntimeError("no")
     assert target.current() == ("cpu", None)
 
 
-def test_a_trace_for_one_device_is_not_used_for_another():
+def test_traces_are_not_shared_between_devices():
     traced = jax.jit(lambda x: x + (target.current()[1] or (0, 0))[0])
     x = jnp.zeros((), jnp.int32)
     assert traced(x) == 0
@@ -39,7 +39,7 @@ def test_a_trace_for_one_device_is_not_used_for_another():
     assert traced(x) == 0
 
 
-def test_pipelines_are_heard_by_the_target_that_is_compiled_for():
+def test_pipelines_go_to_the_innermost_target():
     pipeline = target.Pipeline("decode", stages=3, tile_bytes=1024)
     target.declare(pipeline)
     with target.compile_for("gpu", (9, 0)) as outer:
