@@ -1,21 +1,22 @@
-"""Attention of a ragged batch of queries over keys and values that lie in pages.
+"""Attention of a ragged batch of queries over keys and values in pages.
 
     out[t] = softmax(scale * q[t] @ K[s, : p + 1]^T) @ V[s, : p + 1]
 
 where s is the sequence of token t and p its position: a sequence's queries are its last tokens, so
 a decode step (one query each) and a prefill chunk are the same operation at other shapes. Options:
-a sliding window, a soft cap of the logits, attention sinks, int8 pages, the log-sum-exp.
+a sliding window, a soft cap on the logits, attention sinks, int8 pages, the log-sum-exp.
 
-Data movement: the page ids come from the block table, and each page is read where it lies, a few
-pages at a time; pages behind a window are not read. This module checks the call and hands it to an
-implementation: `mosaic_gpu` are the kernels, `xla` runs everywhere, `reference` gathers everything
-and is for tests; `support` says which can run. `operands` says how a page's bytes become numbers.
+Data movement: the page ids come from the block table, and pages are read in place, a few at a time;
+pages behind a window are not read. This module checks the call and dispatches it to an
+implementation: `mosaic_gpu` is the GPU kernels, `xla` runs everywhere, `reference` gathers
+everything and is for tests. `support` decides which of them can run; `operands` converts the
+elements of pages to numbers.
 
-Of the kernels, `decode_gpu` and `prefill_gpu` are for Hopper and Blackwell, `decode_ampere` and
-`prefill_ampere` for Ampere. `pages_gpu` and `pages_ampere` bring the pages, `products_gpu`
-multiplies what lies in shared memory, and `decode_steps_gpu` and `prefill_steps_gpu` hold the
-softmax, which all generations share. `cascade` builds on this op: it reads a prefix that sequences
-share once.
+`decode_gpu` and `prefill_gpu` are the kernels for Hopper and Blackwell, `decode_ampere` and
+`prefill_ampere` those for Ampere. `pages_gpu` and `pages_ampere` load the pages, `products_gpu`
+multiplies operands in shared memory, and `decode_steps_gpu` and `prefill_steps_gpu` hold the
+softmax, which all generations share. `cascade` builds on this operation and reads a prefix that
+sequences share only once.
 """
 
 from __future__ import annotations
@@ -103,39 +104,43 @@ def paged_attention(
     *, layer, kv_scales=None, max_query_len=1, scale=None, window=None, causal=True, soft_cap=None,
     sinks=None, return_lse=False, implementation=None, interpret=None,
 ):  # fmt: skip
-    """Attention over pages; see the module's docstring.
+    """Attention over pages, see the module docstring.
 
     Args:
-      q: [T, num_q_heads, head_dim]; sequences in order, `query_start` says whose is which.
+      q: [T, num_q_heads, head_dim], in the order of the sequences; `query_start` delimits them.
       kv_pages: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
       block_tables: i32[S, max_blocks_per_seq]. Entries past a sequence's length, or behind the
         window of its first query, are never used.
-      seq_lens: i32[S]; tokens of each sequence in the pool, this step's included. 0: no output.
+      seq_lens: i32[S], tokens of each sequence in the pool, including this step's. Length 0 gives
+        no output.
       query_start: i32[S + 1]; queries `query_start[s] : query_start[s + 1]` are the last tokens of
         sequence s. None: one query for each sequence (T = S).
-      layer: which layer of the pool.
+      layer: layer of the pool.
       kv_scales: [num_blocks, num_layers, 2, num_kv_heads, block_size], float32 or bfloat16, exactly
         if the pages are int8: k = code * scale. From `scatter_kv`.
-      max_query_len: static; no sequence has more queries. 1 selects the decode form.
-      scale: of the logits; 1 / sqrt(head_dim) by default.
-      window: static; a query sees this many positions, its own the last of them. None: all.
-      causal: static; False: every query sees all tokens of its sequence, whatever its position.
-      soft_cap: static; logits become soft_cap * tanh(logits / soft_cap), after the scale.
-      sinks: [num_q_heads]; logits, neither scaled nor capped, of a key of value 0 that every query
-        of the head sees: out = sum_i exp(s_i) v_i / (sum_i exp(s_i) + exp(sink)).
+      max_query_len: upper bound of the queries per sequence (static). 1 selects the decode form.
+      scale: scale of the logits; 1 / sqrt(head_dim) by default.
+      window: number of positions that a query sees, its own included (static). None: all.
+      causal: whether a query sees only positions up to its own (static); otherwise it sees all
+        tokens of its sequence.
+      soft_cap: bound of the logits (static): after the scale they become
+        soft_cap * tanh(logits / soft_cap).
+      sinks: [num_q_heads], the logit of an extra key with value 0 that every query of the head
+        sees, neither scaled nor capped: out = sum_i exp(s_i) v_i / (sum_i exp(s_i) + exp(sink)).
       return_lse: whether to return the log-sum-exp too, for `merge_attention`.
-      implementation: one of `IMPLEMENTATIONS`; None takes the first that runs here.
-      interpret: Pallas's `InterpretGPUParams` or True: GPU kernels run interpreted, on any device.
+      implementation: one of `IMPLEMENTATIONS`; None selects the first that runs here.
+      interpret: Pallas's `InterpretGPUParams` or True: run GPU kernels interpreted, on any device.
 
     Returns:
-      [T, num_q_heads, head_dim] in q's dtype; zeros for queries of no sequence. With `return_lse`
-      (that, f32[T, num_q_heads]): the natural log of the softmax's denominator, sink included. For
-      queries of no sequence, or of one of length 0, it is -inf, with a sink too: no query is there.
+      [T, num_q_heads, head_dim] in q's dtype; zeros for queries outside all sequences. With
+      `return_lse`, (output, f32[T, num_q_heads]): the natural log of the softmax denominator, sink
+      included. It is -inf, even with a sink, for queries outside all sequences or of a sequence of
+      length 0.
 
     Raises:
-      ValueError: shapes that do not fit; lengths, starts or block ids that are no integers, lengths
-        and starts that do not fit 32 bits.
-      NotImplementedError: the named implementation cannot run, with the reason.
+      ValueError: the shapes do not fit; lengths, starts or block ids are not integers; lengths or
+        starts do not fit 32 bits.
+      NotImplementedError: the named implementation cannot run; the error gives the reason.
 
     Example:
       >>> import jax.numpy as jnp
@@ -187,7 +192,7 @@ def paged_attention(
         return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
     args = q, kv_pages, kv_scales, tables, lens, starts, sinks
     if implementation == "mosaic_gpu":
-        # Where it is used: Pallas's GPU support is half a second that others need not wait for.
+        # Imported on use: Pallas's GPU support takes half a second to import.
         from jaxkv.pallas_kernels.paged_attention.mosaic_gpu import attend_gpu
 
         _, compute_capability = device_of_kernels(interpret=bool(interpret))
@@ -211,58 +216,67 @@ def paged_attention(
 def _validate_shapes(q, kv_pages, layer) -> None:
     pool = PoolShape.of(kv_pages)
     if q.ndim != 3:
-        raise ValueError(f"expected q [T, num_q_heads, head_dim], got {q.shape=}")
+        raise ValueError(f"q must be [T, num_q_heads, head_dim], got {q.shape=}")
     num_kv_heads = pool.num_kv_heads
     if q.shape[2] != pool.head_dim:
-        raise ValueError(f"head_dim differs: {q.shape=} but {kv_pages.shape=}")
+        raise ValueError(
+            f"q and kv_pages must have the same head_dim, got {q.shape=} and {kv_pages.shape=}"
+        )
     if num_kv_heads == 0 or q.shape[1] % num_kv_heads or q.shape[1] == 0:
         raise ValueError(
-            f"{q.shape[1]} query heads do not divide into groups over {num_kv_heads} KV heads"
+            f"{q.shape[1]} query heads cannot be grouped evenly over {num_kv_heads} KV heads"
         )
     if not 0 <= layer < pool.num_layers:
-        raise ValueError(f"{layer=} is not one of the pool's {pool.num_layers} layers")
+        raise ValueError(f"layer must be in [0, {pool.num_layers}), got {layer}")
     if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"queries are floating point numbers, got {q.dtype}")
+        raise ValueError(f"q must have a floating-point dtype, got {q.dtype}")
 
 
 def _validate_options(q, window, causal, soft_cap, sinks) -> None:
     if window is not None and window < 1:
         raise ValueError(
-            f"{window=} sees nothing: a query sees at least itself; None for no window"
+            "window must be 1 or more (a query sees at least itself), or None for no window, got "
+            f"{window}"
         )
     if window is not None and not causal:
-        raise ValueError(f"{window=} counts back from a query's position: {causal=} has none")
+        raise ValueError(f"a window needs causal attention: got {window=} with {causal=}")
     if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"{soft_cap=} must be positive; None for no cap")
+        raise ValueError(f"soft_cap must be positive, or None for no cap, got {soft_cap}")
     if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"one sink per query head: {sinks.shape=} with {q.shape[1]} heads")
+        raise ValueError(
+            f"sinks must hold one logit per query head ({q.shape[1]}), got {sinks.shape=}"
+        )
 
 
 def _validate_metadata(num_tokens, block_tables, seq_lens, query_start, max_query_len) -> None:
     if block_tables.ndim != 2 or seq_lens.shape != (len(block_tables),):
         raise ValueError(
-            f"one length and one table row per sequence: {block_tables.shape=}, {seq_lens.shape=}"
+            "block_tables and seq_lens must have one row and one length per sequence, got "
+            f"{block_tables.shape=} and {seq_lens.shape=}"
         )
     if query_start.shape != (len(seq_lens) + 1,):
-        raise ValueError(f"query_start wants {len(seq_lens) + 1} entries: {query_start.shape=}")
+        raise ValueError(
+            f"query_start must have {len(seq_lens) + 1} entries, got {query_start.shape=}"
+        )
     if max_query_len < 1 or (max_query_len == 1 and num_tokens != len(seq_lens)):
         raise ValueError(
-            f"{max_query_len=} with {num_tokens} queries of {len(seq_lens)} sequences: a decode "
-            "step has one query per sequence"
+            "max_query_len must be 1 or more, and 2 or more unless each sequence has one query: "
+            f"got {max_query_len=} with {num_tokens} queries of {len(seq_lens)} sequences"
         )
 
 
 def _validate_queries(num_tokens, query_start, max_query_len) -> None:
-    """What only the numbers show, where they are known: inside a jitted step they are not."""
+    """Checks the values of query_start where they are known, that is outside a jitted function."""
     if isinstance(query_start, jax.core.Tracer):
         return
     counts = np.diff(np.asarray(query_start).astype(np.int64))
     if counts.size and (counts.min() < 0 or counts.sum() > num_tokens):
         raise ValueError(
-            f"query_start={np.asarray(query_start).tolist()} does not cut {num_tokens} queries "
-            "into sequences: it must not fall, nor end past them"
+            f"query_start must not decrease or exceed the number of queries, {num_tokens}, got "
+            f"{np.asarray(query_start).tolist()}"
         )
     if counts.size and counts.max() > max_query_len:
         raise ValueError(
-            f"a sequence has {counts.max()} queries, more than {max_query_len=}: raise that"
+            f"max_query_len must be at least {counts.max()} (the most queries of a sequence), got "
+            f"{max_query_len}"
         )

@@ -1,16 +1,16 @@
-"""Attention of sequences that share leading blocks: what they share is read once for all of them.
+"""Cascade attention: leading blocks that several sequences share are read once for all of them.
 
     prefix   every query of a group of neighbouring sequences, over the blocks that the group shares
-    suffix   the queries of each sequence, over the blocks behind these
+    suffix   the queries of each sequence, over its remaining blocks
     out      both merged by their log-sum-exps, see `merge`
 
-All queries of a group see the whole prefix, so that the first is attention that is not causal, of
-one "sequence" with the group's queries: `paged_attention` with one row of the table for each group.
-The second is `paged_attention` with tables and lengths as if each sequence began behind its prefix.
+All queries of a group see the whole prefix, so the prefix part is non-causal attention of one
+"sequence" with the group's queries: `paged_attention` with one table row per group. The suffix part
+is `paged_attention` with tables and lengths as if each sequence began after its prefix.
 
-Data movement: the pages of a prefix are read once for as many queries as the implementation takes
-at a time (the kernel 128 rows, 64 on Ampere, each of one query head; XLA 64 queries), and not
-once for each sequence; the rest as in `paged_attention`. On top, each query is read twice and two
+Data movement: the pages of a prefix are read once per batch of queries that the implementation
+takes at a time (the kernel 128 rows, 64 on Ampere, each of one query head; XLA 64 queries), and not
+once per sequence; the rest as in `paged_attention`. In addition, each query is read twice and two
 outputs are merged. (Cascade inference: https://flashinfer.ai/2024/02/02/cascade-inference.html.)
 """
 
@@ -70,43 +70,46 @@ def cascade_attention(
     *, group_start, shared_blocks, max_query_len=1, window=None, sinks=None, return_lse=False,
     **options,
 ):  # fmt: skip
-    """`paged_attention`, where groups of neighbouring sequences share leading blocks.
+    """`paged_attention` for groups of neighbouring sequences that share leading blocks.
 
-    The same numbers up to rounding: in 16 bits both parts are rounded to q's dtype before they are
-    merged. A batch in which nothing is shared is better off with `paged_attention`.
+    The results are equal up to rounding: in 16 bits, both parts are rounded to q's dtype before
+    they are merged. `paged_attention` is faster for a batch without shared blocks.
 
     Args:
-      q: [T, num_q_heads, head_dim]; sequences in order, `query_start` says whose is which.
+      q: [T, num_q_heads, head_dim], in the order of the sequences; `query_start` delimits them.
       kv_pages: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
       block_tables: i32[S, max_blocks_per_seq]. A group's shared blocks are read from the row of its
-        first sequence; those of the others are not looked at.
-      seq_lens: i32[S]; tokens of each sequence, the shared ones and this step's included.
+        first sequence; the entries of its other rows are ignored.
+      seq_lens: i32[S], tokens of each sequence, including the shared ones and this step's.
       query_start: i32[S + 1], as in `paged_attention`; None: one query for each sequence.
-      group_start: i32[G + 1], from 0 on and rising; sequences `group_start[g] : group_start[g + 1]`
-        are group g. A group may be empty, or of one sequence; those behind the last share nothing.
-      shared_blocks: i32[G]; full blocks that the sequences of a group share, 0 or more. They hold
-        no token of this step: shared_blocks[g] * block_size is at most what each sequence that has
-        queries had before it.
-      max_query_len: static; no sequence has more queries. 1 selects the decode form of the suffix.
-      window: None. A window would end inside a prefix at another place for every query, and mostly
-        behind it.
+      group_start: i32[G + 1], nondecreasing from 0; sequences `group_start[g] : group_start[g + 1]`
+        are group g. A group may be empty or have one sequence; sequences after the last group share
+        nothing.
+      shared_blocks: i32[G], full blocks that the sequences of a group share, 0 or more. They hold
+        no token of this step: shared_blocks[g] * block_size must not exceed the tokens that any of
+        the group's sequences with queries had before the step.
+      max_query_len: upper bound of the queries per sequence (static). 1 selects the decode form of
+        the suffix.
+      window: must be None. A window would start at a different place for each query, mostly after
+        the prefix.
       sinks: [num_q_heads], as in `paged_attention`.
       return_lse: whether to return the log-sum-exp too.
-      **options: layer, kv_scales, scale, soft_cap, implementation, interpret: of `paged_attention`,
-        for both parts. Without a name, each part takes the first implementation that runs: the
-        prefix is of the form "prefill" and not causal for `supports`, whatever the suffix is.
+      **options: layer, kv_scales, scale, soft_cap, implementation and interpret, passed to
+        `paged_attention` for both parts. Without a named implementation, each part uses the first
+        that can run; for `supports`, the prefix is a non-causal "prefill" whatever the suffix is.
 
     Returns:
-      [T, num_q_heads, head_dim] in q's dtype, with `return_lse` also f32[T, num_q_heads]: as
+      [T, num_q_heads, head_dim] in q's dtype; with `return_lse` also f32[T, num_q_heads], as in
       `paged_attention`.
 
     Raises:
-      ValueError: shapes, integer types or groups that do not fit.
-      NotImplementedError: a window; or the named implementation cannot run, with the reason.
+      ValueError: the shapes, integer types or groups do not fit.
+      NotImplementedError: a window was given, or the named implementation cannot run; the error
+        gives the reason.
 
     Example:
       A step of three sequences, of which two begin with the same two blocks of 4 tokens. The host
-      finds them in the manager's tables; both arrays go into the step.
+      finds the groups in the manager's tables and passes both arrays to the step.
 
       >>> import jax.numpy as jnp
       >>> import numpy as np
@@ -126,8 +129,8 @@ def cascade_attention(
     """
     if window is not None:
         raise NotImplementedError(
-            f"{window=}: it would end inside a shared prefix at another place for every query, and "
-            "mostly behind it: paged_attention reads what a window sees and no more"
+            f"window must be None in cascade_attention, got {window}: use paged_attention, which "
+            "reads only the pages inside a window"
         )
     if query_start is None:
         query_start = np.arange(len(seq_lens) + 1, dtype=np.int32)
@@ -141,14 +144,14 @@ def cascade_attention(
     groups, shared, lens, starts = map(jnp.asarray, metadata.values())
     tables = or_null("block_tables", block_tables, kv_pages)
 
-    first_rows = jnp.pad(tables, ((0, 1), (0, 0)))[groups[:-1]]  # an empty group may stand behind
+    first_rows = jnp.pad(tables, ((0, 1), (0, 0)))[groups[:-1]]  # an empty group may come last
     prefix = paged_attention(
         q, kv_pages, first_rows, shared * block_size, starts[groups],
         causal=False, max_query_len=max(2, len(q)), return_lse=True, **options,
     )  # fmt: skip
 
     group = jnp.searchsorted(groups, jnp.arange(len(tables)), side="right") - 1
-    skipped = jnp.pad(shared, (0, 1))[group]  # blocks of each sequence; 0 behind the last group
+    skipped = jnp.pad(shared, (0, 1))[group]  # per sequence; 0 after the last group
     columns = skipped[:, None] + jnp.arange(tables.shape[1], dtype=jnp.int32)
     tables = jnp.take_along_axis(tables, columns, axis=1, mode="fill", fill_value=0)
     suffix = paged_attention(
@@ -162,23 +165,23 @@ def cascade_attention(
 
 
 def _validate_groups(group_start, shared_blocks, seq_lens, query_start, block_size) -> None:
-    """What a group must be; the numbers where they are known: inside a jitted step they are not."""
+    """Checks the groups: their shapes, and outside a jitted function their values."""
     shape, wanted = jnp.shape(group_start), (jnp.size(shared_blocks) + 1,)
     if jnp.ndim(shared_blocks) != 1 or shape != wanted or wanted == (1,):
         raise ValueError(
-            f"one number of blocks for each group, and at least one group: group_start of {shape}, "
-            f"shared_blocks of {jnp.shape(shared_blocks)}"
+            "group_start and shared_blocks must have shapes (G + 1,) and (G,) for G >= 1 groups, "
+            f"got {shape} and {jnp.shape(shared_blocks)}"
         )
     arrays = group_start, shared_blocks, seq_lens, query_start
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return
     groups, shared, lens, starts = (np.asarray(x).astype(np.int64) for x in arrays)
     if starts.shape != (len(lens) + 1,):
-        return  # paged_attention says so
+        return  # paged_attention raises the error
     if groups[0] != 0 or (np.diff(groups) < 0).any() or groups[-1] > len(lens):
         raise ValueError(
-            f"group_start={groups.tolist()} does not cut {len(lens)} sequences into groups: it "
-            "must begin with 0, not fall, nor end past them"
+            "group_start must begin with 0 and not decrease or exceed the number of sequences, "
+            f"{len(lens)}, got {groups.tolist()}"
         )
     counts = np.diff(starts)
     shared = np.repeat(shared, np.diff(groups))
@@ -187,6 +190,6 @@ def _validate_groups(group_start, shared_blocks, seq_lens, query_start, block_si
     if len(wrong):
         s = wrong[0]
         raise ValueError(
-            f"sequence {s} has {before[s]} tokens before this step, and its group is said to share "
-            f"{shared[s]} full blocks of {block_size}"
+            "shared_blocks must be 0 or more and fit the tokens of each sequence before the step: "
+            f"sequence {s} has {before[s]}, its group shares {shared[s]} blocks of {block_size}"
         )

@@ -1,9 +1,9 @@
-"""Decode attention on Ampere: the products of `decode_gpu`, and pages that come through registers.
+"""Decode attention on Ampere: the products of `decode_gpu`, with pages loaded through registers.
 
 Data movement: one thread block, of one warpgroup, per (sequence, KV head, split of the context). It
-loads a tile of K and V into registers, each byte once, while it computes on the tile before, which
-lies in shared memory by then. The output leaves as float32 [D, heads], since Ampere cannot store
-registers transposed.
+loads a tile of K and V into registers, each byte once, while it computes on the previous tile in
+shared memory. The output is written as float32 [D, heads], since Ampere cannot store registers
+transposed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def decode_ampere(
     loader = TileLoader(reader, q.dtype)
     target.declare(target.Pipeline("decode", 1, 2 * TILE * head_dim * kv_pages.dtype.itemsize))
     q_swizzle = copy_swizzle(heads, head_dim * q.dtype.itemsize)
-    # A thread block takes `heads` rows from its first head on; what lies behind its own group fills
-    # columns that nobody reads.
+    # A thread block takes `heads` rows from its first head on; the rows behind its group fill
+    # columns that are never read.
     q = jnp.pad(q.reshape(-1, head_dim), ((0, heads - group), (0, 0)))
 
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, out_ref, lse_ref,

@@ -1,4 +1,4 @@
-"""Decode attention on Hopper and Blackwell: one query of each sequence, K and V in pages.
+"""Decode attention on Hopper and Blackwell: one query per sequence, K and V in pages.
 
 The tokens of a tile are the M side of both products and the query heads of one KV head the N side,
 so that a group of 1 to 16 heads costs 8 or 16 columns and not 64 rows:
@@ -8,9 +8,9 @@ so that a group of 1 to 16 heads costs 8 or 16 columns and not 64 rows:
 
 Data movement: one thread block per (sequence, KV head, split of the context). A memory warpgroup
 reads page ids from the block table and copies pages by TMA, each K and V byte once, into a ring of
-shared-memory stages; a compute warpgroup follows with an online softmax. The output goes out, and q
-comes in, without a padded copy (unless `row_stride` pads); splits leave partial outputs that
-`merge_attention` joins.
+shared-memory stages; a compute warpgroup follows with an online softmax. q is read and the output
+written without a padded copy (unless `row_stride` pads); `merge_attention` merges the partial
+outputs of splits.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     whole_tiles,
 )
 
-RING_BYTES = 96 * 1024  # of K and V stages: two thread blocks of it fit an SM
+RING_BYTES = 96 * 1024  # bytes of K and V stages; two such thread blocks fit an SM
 MAX_STAGES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
-    """What the kernel allocates for a kind of page.
+    """Sizes of the kernel for a page format and a group of heads.
 
     Attributes:
-      heads: columns of the products: the query heads of a KV head, rounded up to 8.
-      pieces: (first element of head_dim, elements) that one product of the output makes, 64 or a
-        multiple; two overlap where head_dim is none.
+      heads: columns of the products: query heads per KV head, rounded up to a multiple of 8.
+      pieces: (first element of head_dim, elements) of each product of the output. Sizes are
+        multiples of 64; two pieces overlap if head_dim is not a multiple.
       swizzle: bytes of the shared-memory swizzle of K and V.
-      stages: depth of the ring.
-      stage_bytes: K and V of one stage.
+      stages: stages of the ring.
+      stage_bytes: bytes of K and V in one stage.
     """
 
     heads: int
@@ -74,7 +74,7 @@ class DecodeShape:
 
     @classmethod
     def of(cls, head_dim: int, group: int, itemsize: int) -> DecodeShape:
-        """The shape for pages of this kind."""
+        """Returns the shape for pages of this kind."""
         stage_bytes = 2 * TILE * head_dim * itemsize
         ring = RING_BYTES if itemsize == 2 else RING_BYTES - 2 * TILE * head_dim * 2  # operands
         return cls(
@@ -87,7 +87,7 @@ class DecodeShape:
 
 
 def row_stride(group: int) -> int:
-    """From one group's rows in the kernel's queries to the next, so that each group that begins
+    """Rows from one group to the next in the kernel's queries, such that each group that begins
     inside a tile of rows ends inside it.
 
     Example:
@@ -106,8 +106,8 @@ def decode_gpu(
 
     q [S, Hq, D]; kv_pages [N, L, 2, H, B, D]; tables i32[S, M], ids in the pool; lens i32[S];
     layer i32[].
-    Of several splits each output is the sum of two parts in q's dtype, whose rounding the merge
-    therefore does not see: the transposed store to shared memory exists for 16 bits only.
+    With several splits, each output is the sum of two parts in q's dtype, so that the merge keeps
+    its precision: the transposed store to shared memory exists for 16 bits only.
     """
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads = PoolShape.of(kv_pages).num_kv_heads
@@ -119,8 +119,8 @@ def decode_gpu(
     quantised = kv_scales is not None
     operand_swizzle = swizzle_of(head_dim * q.dtype.itemsize)
     parts = 1 if splits == 1 else 2
-    # A thread block fetches `heads` rows of q from its group on: what lies behind it fills columns
-    # that nobody reads. The last ones start a little earlier instead.
+    # A thread block fetches `heads` rows of q from its group on; the rows behind the group fill
+    # columns that are never read. The last thread blocks start earlier, to stay inside q.
     stride = row_stride(group)
     if stride > group:
         q = q.reshape(-1, group, head_dim)
@@ -144,7 +144,7 @@ def decode_gpu(
             plgpu.barrier_wait(q_ready)
 
             def operand(smem, slot, converted):
-                """A stage as the products take it: as it is, or codes as numbers of q's type."""
+                """A stage as an operand: in place, or codes converted to q's dtype."""
                 if not quantised:
                     return smem.at[slot]
                 for c in range(0, head_dim, 64):
@@ -155,7 +155,7 @@ def decode_gpu(
                 return converted
 
             def of_tokens(scales, slot, like):
-                """A stage's scales as a factor of [TILE, heads]."""
+                """Scales of a stage, broadcast to [TILE, heads]."""
                 factor = plgpu.load(scales.at[slot], layout=wgmma.reduce(1), optimized=False)
                 return per_row(factor, like)
 
@@ -209,7 +209,7 @@ def decode_gpu(
 
     converted = tiled((TILE, head_dim), q.dtype, operand_swizzle)
     if not quantised:
-        converted = plgpu.SMEM((1, 32), q.dtype)  # not used
+        converted = plgpu.SMEM((1, 32), q.dtype)  # unused
     out, lse = plgpu.kernel(
         kernel,
         out_type=(

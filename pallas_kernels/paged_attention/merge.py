@@ -2,11 +2,11 @@
 
     lse = log(sum_i exp(lse_i)),    out = sum_i exp(lse_i - lse) * out_i
 
-Each part has its softmax normalised over its own keys; its log-sum-exp says what share of the
-whole denominator that was. Data movement: each partial output is read once, and nothing of the
-keys and values. The merge is what lets keys be split: over the blocks of a long sequence
-(FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), over a prefix that many
-sequences share and the rest of each (cascade attention,
+Each part is normalised over its own keys; its log-sum-exp gives its share of the whole denominator.
+Data movement: each partial output is read once, keys and values are not read. The merge allows keys
+to be split: over the blocks of a long sequence (FlashDecoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html), into a prefix that many sequences share
+and the rest of each (cascade attention,
 https://flashinfer.ai/2024/02/02/cascade-inference.html), or over devices.
 """
 
@@ -17,21 +17,21 @@ import jax.numpy as jnp
 
 
 def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
-    """The attention over all keys, from attentions over parts of them.
+    """Merges attentions over parts of the keys into the attention over all of them.
 
-    The parts must not share keys, and a sink counts as one: give it to one part.
+    The parts must not share keys. A sink counts as a key: pass it to one part only.
 
     Args:
-      outs: [..., parts, ..., head_dim], each part's output.
+      outs: [..., parts, ..., head_dim], the output of each part.
       lses: [..., parts, ...], the natural log of each part's softmax denominator. A part with -inf
-        saw no key and adds nothing, whatever its output.
-      axis: where the parts lie; the same axis of `lses` and `outs`, negative ones count in `lses`.
+        has no keys and adds nothing, whatever its output.
+      axis: axis of the parts in `lses` and `outs`; a negative axis counts from the end of `lses`.
 
     Returns:
-      (out, lse) in float32, without the axis; 0 and -inf where no part saw a key.
+      (out, lse) in float32, without the axis; 0 and -inf where no part has keys.
 
     Raises:
-      ValueError: shapes that do not fit each other.
+      ValueError: the shapes do not fit each other.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,8 +43,8 @@ def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[ja
     """
     if outs.shape[:-1] != lses.shape or outs.ndim < 2 or not -lses.ndim <= axis < lses.ndim:
         raise ValueError(
-            f"one log-sum-exp per row of the outputs, and parts along {axis=} of both: "
-            f"{outs.shape=}, {lses.shape=}"
+            f"lses must hold one log-sum-exp per row of outs, with the parts along {axis=}, got "
+            f"{outs.shape=} and {lses.shape=}"
         )
     axis %= lses.ndim
     outs, lses = outs.astype(jnp.float32), lses.astype(jnp.float32)
@@ -57,11 +57,11 @@ def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[ja
 
 
 def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """An attention whose denominator has one more term, exp(sink) of the row's head, in float32.
+    """Adds exp(sink) of each row's head to the denominator of an attention, in float32.
 
     Args:
       out: [T, num_q_heads, head_dim].
-      lse: f32[T, num_q_heads]; rows of -inf have no query and stay as they are.
+      lse: f32[T, num_q_heads]; rows of -inf have no query and do not change.
       sinks: f32[num_q_heads].
 
     Example:

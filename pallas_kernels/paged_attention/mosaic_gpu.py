@@ -1,10 +1,9 @@
-"""The GPU form of paged attention: the decode or the prefill kernel, and what joins their outputs.
+"""Paged attention on GPUs: runs the decode or the prefill kernel and merges partial outputs.
 
-Data movement: none of its own beyond the outputs of splits, which are read once and merged, and a
-sink, which scales the output. Queries that are not causal see the same keys whichever their head
-is: those of the heads of a group become rows of one product, so that a K or V byte is read once for
-128 rows (64 on Ampere) and not once for each head; they are few as a rule, and what they see is
-split instead.
+Data movement, beyond that of the kernels: the outputs of splits are read once and merged, and a
+sink scales the output. Non-causal queries of a group of heads all see the same keys: they become
+rows of one product, so that a K or V byte is read once per 128 rows (64 on Ampere) and not once per
+head. Such queries are usually few, so their keys are split over thread blocks instead.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from jaxkv.pallas_kernels.paged_attention.prefill_gpu import prefill_gpu
 from jaxkv.pallas_kernels.paged_attention.prefill_steps_gpu import ROWS
 from jaxkv.pallas_kernels.paged_attention.products_gpu import product_of
 
-SMS = 132  # of an H100 or H200, each with one thread block of the prefill kernel; others are near
-MIN_SPLIT = 256  # tokens of a split, for which its output is a small part of what it moves
+SMS = 132  # of an H100 or H200 (others are close), each with one thread block of prefill
+MIN_SPLIT = 256  # tokens of a split; its output is then a small part of the bytes it moves
 
 
 def shared_splits(num_rows: int, num_kv_heads: int, max_tokens: int) -> int:
-    """Thread blocks among which the keys that all rows see are divided, so that SMs are busy.
+    """Thread blocks over which the keys of non-causal queries are split, to keep all SMs busy.
 
     Example:
       >>> shared_splits(256, 8, 4096), shared_splits(256, 8, 600), shared_splits(4096, 8, 4096)
@@ -50,9 +49,9 @@ def attend_gpu(
     q, kv_pages, kv_scales, tables, lens, query_start, sinks,
     *, layer, scale, window, soft_cap, causal, max_query_len, compute_capability, interpret,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(out [T, Hq, D], lse f32[T, Hq]); arguments checked, table entries in the pool.
+    """Returns (out [T, Hq, D], lse f32[T, Hq]); arguments are checked, table entries in the pool.
 
-    A jitted function of its own, so that it is traced and compiled once for all layers.
+    Jitted separately, so that it is traced and compiled once for all layers.
     """
     shape = PoolShape.of(kv_pages)
     width = tables.shape[1] * shape.block_size  # tokens of the longest sequence
@@ -86,7 +85,7 @@ def attend_gpu(
 
 
 def _not_causal(prefill, q, kv_pages, tables, lens, query_start, **options):
-    """As `prefill`, the heads of a group as rows, splits merged."""
+    """Non-causal `prefill` with the heads of a group as rows, and its splits merged."""
     num_tokens, num_q_heads, head_dim = q.shape
     shape = PoolShape.of(kv_pages)
     num_kv_heads = shape.num_kv_heads

@@ -1,9 +1,9 @@
-"""How pages come to the kernels on Ampere: through registers, by the warpgroup that computes.
+"""Page loads of the Ampere kernels: through registers, by the warpgroup that computes.
 
-Data movement: 16 bytes to a load, of one page after the other, from the pool into registers; from
-there, as numbers of the operands' type, into a tile of shared memory. Ampere has no copy engine and
-no barriers that count its bytes. Its `cp.async` would spare the registers, but Pallas's interpreter
-does not know it, and nothing would show that it is awaited.
+Data movement: 16 bytes per load, one page after the other, from the pool into registers; from
+there, converted to the operands' dtype, into a tile of shared memory. Ampere has no TMA and no
+barriers that count its bytes. `cp.async` would save registers, but Pallas's interpreter does not
+support it, so no test could detect a missing wait.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def copy_swizzle(rows: int, row_bytes: int) -> int:
 
 
 def load_rows(ref, swizzle: int, dtype: DTypeLike) -> jax.Array:
-    """Rows of device memory, each thread's elements those that it stores to memory of `dtype`."""
+    """Loads rows of device memory; each thread gets the elements that it will store as `dtype`."""
     layout = plgpu.Layout.SMEM_GMEM_COPY(ref.shape, dtype, swizzle)
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 class Held(NamedTuple):
-    """A tile of K or V in registers: its copies, and the scales [TILE] of quantised pages."""
+    """A tile of K or V in registers: its copies and, for quantised pages, the scales [TILE]."""
 
     copies: list[jax.Array]
     scales: jax.Array | None
@@ -50,11 +50,11 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileLoader:
-    """Tiles of a reader's pages.
+    """Loads tiles of a reader's pages.
 
     Attributes:
-      reader: whose pages.
-      dtype: of the operands.
+      reader: reader of the pages.
+      dtype: dtype of the operands.
     """
 
     reader: PageReader
@@ -62,7 +62,7 @@ class TileLoader:
 
     @property
     def smem(self) -> Any:
-        """The type of a tile of K or V in shared memory: [TILE, head_dim]."""
+        """Scratch type of a tile of K or V in shared memory, [TILE, head_dim]."""
         return tiled((self._tokens * self.reader.copies, self._dim), self.dtype, self._swizzle)
 
     @property
@@ -78,7 +78,7 @@ class TileLoader:
         return copy_swizzle(self._tokens, self._dim * jnp.dtype(self.dtype).itemsize)
 
     def fetch(self, k_or_v: int, sources, pages: Pages, span: Span) -> Held:
-        """A tile of K (0) or V (1), from `PageReader.sources`."""
+        """Loads a tile of K (0) or V (1), from `PageReader.sources`."""
         copies, scales = [], None
         for source in sources:
             tokens, scale = self.reader.page(source, k_or_v, pages, span)
@@ -89,15 +89,15 @@ class TileLoader:
         return Held(copies, scales)
 
     def put(self, held: Held, smem) -> None:
-        """Into a tile of shared memory."""
+        """Stores a tile to shared memory."""
         for c, copy in enumerate(held.copies):
             if self.reader.quantised:  # int8 to bfloat16 in one step needs Hopper
                 copy = copy.astype(jnp.float32)
             store(smem.at[pl.ds(c * self._tokens, self._tokens)], copy.astype(self.dtype))
 
     def put_values(self, held: Held, tile, smem, span: Span) -> None:
-        """V, with zeros where no token is."""
+        """Stores a tile of V, with zeros in slots without a token."""
         self.put(held, smem)
-        if not self.reader.quantised:  # codes are no NaN, and scales are masked
+        if not self.reader.quantised:  # codes are never NaN, and scales are masked
             edge = self.reader.is_edge(tile, span)
             pl.when(edge)(lambda: self.reader.clear(tile, smem, span))

@@ -1,10 +1,9 @@
-"""How pages come to the GPU kernels: the memory warpgroup that both of them share.
+"""Page loads of the decode and prefill kernels by TMA: the memory warpgroup that both use.
 
-Data movement: page ids come from the block table as scalars, before the wait that hides their
+Data movement: page ids are read from the block table as scalars, before the wait that hides their
 latency; each page's tokens of one (layer, K or V, head) are one TMA copy into a stage of a
-shared-memory ring, several copies to a stage of small blocks. No page outside the part of the
-sequence that is seen is touched. Slots of V that hold no token are set to zero, since a weight of 0
-does not undo a NaN.
+shared-memory ring, with several copies per stage for small blocks. Pages outside the visible part
+of the sequence are not read. Slots of V without a token are set to zero, since 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -21,50 +20,50 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv.pallas_kernels.layout import PoolShape, page_row, page_rows, scale_rows
 
-TILE = 64  # tokens of a stage
-# What is copied into tiled shared memory is cut into tiles of so many rows. A copy that begins
-# inside a tile brings zeros, and not the next tile's rows, in the place of those that lie there.
+TILE = 64  # tokens per stage
+# Rows of a tile of shared memory; copies into it are cut into such tiles. A copy that begins inside
+# a tile gets zeros in place of the rows that belong to the next tile.
 TILE_ROWS = 8
 LOG2E = math.log2(math.e)
-# Layouts are named where they matter; inferring them takes minutes for kernels of this size.
+# The kernels set layouts explicitly: inferring them takes minutes for kernels of this size.
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def binary_logits(products, scale: float, soft_cap: float | None):
-    """Logits for a softmax in powers of 2, from the products of queries and keys."""
+    """Base-2 logits of a softmax, from the products of queries and keys."""
     if soft_cap is None:
         return products * (scale * LOG2E)
     return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
 
 
 def swizzle_of(row_bytes: int) -> int:
-    """Bytes of the widest shared-memory swizzle that fits rows of so many bytes."""
+    """Bytes of the widest shared-memory swizzle that divides `row_bytes`."""
     return next(s for s in (128, 64, 32) if row_bytes % s == 0)
 
 
 def tiled(shape, dtype, swizzle):
-    """Shared memory in the form that TMA writes and products read."""
-    tiling: Any = plgpu.TilingTransform  # abstract by its types alone
+    """Shared memory in the tiled, swizzled form that TMA writes and products read."""
+    tiling: Any = plgpu.TilingTransform  # pyright takes it for an abstract class
     swizzling: Any = plgpu.SwizzleTransform
     columns = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(tiling((TILE_ROWS, columns)), swizzling(swizzle)))
 
 
 def whole_tiles(x: jax.Array, least: int) -> jax.Array:
-    """Padded with rows of zeros to a multiple of `TILE_ROWS`, and at least so many."""
+    """Pads x with zero rows to a multiple of `TILE_ROWS`, and to `least` rows or more."""
     rows = max(least, -(-len(x) // TILE_ROWS) * TILE_ROWS)
     return jnp.pad(x, ((0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)))
 
 
 def rows_to_copy(count: int, columns: int, dtype) -> tuple[int, int]:
-    """The shape of shared memory whose rows can be copied out one by one: TMA wants each to begin
-    at a multiple of 128 bytes."""
+    """Shape of shared memory whose rows can be copied out one by one: TMA requires each row to
+    begin at a multiple of 128 bytes."""
     width = 128 // jnp.dtype(dtype).itemsize
     return count, -(-columns // width) * width
 
 
 def store(ref, value) -> None:
-    """A store whose bank conflicts do not matter: JAX from 0.12 on wants to be told."""
+    """Stores with bank conflicts allowed; from JAX 0.12 on, this must be requested explicitly."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -72,18 +71,18 @@ def store(ref, value) -> None:
 
 
 class Ring(NamedTuple):
-    """Shared memory and barriers of the stages through which pages come.
+    """Shared memory and barriers of the stages that pages are loaded into.
 
     Attributes:
-      k: [stages, TILE, head_dim] of the pages' dtype.
-      v: likewise.
-      k_scales: [stages, TILE]; unused unless the pages are quantised.
-      v_scales: likewise.
-      k_ready: one barrier a stage, a copy each that fills it.
-      v_ready: likewise.
-      edge_ready: of the first and the last tile's V, if these have slots to be cleared.
-      k_free: one barrier a stage, an arrival from each warpgroup that reads it.
-      v_free: likewise.
+      k: stages of K, [stages, TILE, head_dim] in the pages' dtype.
+      v: stages of V, as `k`.
+      k_scales: scales of K, [stages, TILE]; unused unless the pages are quantised.
+      v_scales: scales of V, as `k_scales`.
+      k_ready: one barrier per stage; each copy that fills the stage arrives at it.
+      v_ready: barriers of V, as `k_ready`.
+      edge_ready: barriers of V of the first and the last tile, if these have slots to clear.
+      k_free: one barrier per stage; each warpgroup that reads the stage arrives at it.
+      v_free: barriers of V, as `k_free`.
     """
 
     k: Any
@@ -98,7 +97,7 @@ class Ring(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """References to `PageReader.operands`, and to the block table."""
+    """References to `PageReader.operands` and to the block table."""
 
     rows: Any
     scales: Any
@@ -111,12 +110,12 @@ class Span(NamedTuple):
 
     Attributes:
       sequence: row of the block table.
-      head: of K and V.
-      first: first token that any of its queries sees.
-      end: end of the tokens that they see.
-      length: tokens of the sequence: behind them slots hold nothing.
-      from_tile: its tiles, of TILE tokens from the sequence's start on.
-      to_tile: their end.
+      head: KV head.
+      first: first token that any query of the thread block sees.
+      end: end of the tokens that its queries see.
+      length: tokens of the sequence; later slots hold no token.
+      from_tile: first tile of the thread block, in tiles of TILE tokens from the sequence's start.
+      to_tile: end of the tiles.
     """
 
     sequence: Any
@@ -129,7 +128,7 @@ class Span(NamedTuple):
 
 
 def share_of_tiles(first, end, split, splits: int):
-    """(from_tile, to_tile) of one of `splits` thread blocks that divide tokens first to end."""
+    """(from_tile, to_tile) of one of `splits` thread blocks that share tokens first to end."""
     size = jnp.int32(TILE)
     first_tile, end_tile = lax.div(first, size), lax.div(end + (TILE - 1), size)
     share = lax.div(end_tile - first_tile + (splits - 1), jnp.int32(splits))
@@ -139,18 +138,18 @@ def share_of_tiles(first, end, split, splits: int):
 
 @dataclasses.dataclass(frozen=True)
 class PageReader:
-    """A pool's pages, and how a ring of stages is filled from those of one layer.
+    """Loads pages of one layer of a pool into a ring of stages.
 
     The layer is a number in device memory, so that all layers of a model share one compiled kernel:
-    30 of them took 90 s.
+    compiling one for each of 30 layers took 90 s.
 
     Attributes:
       rows: the pool as [rows, block_size, head_dim], see `layout`.
-      scales: of quantised pages [rows, block_size]; a stand-in otherwise.
-      quantised: whether there are scales.
-      layer: i32[1].
+      scales: scales of quantised pages, [rows, block_size]; otherwise a placeholder.
+      quantised: whether the pages have scales.
+      layer: i32[1], the layer.
       pool_shape: sizes of the pool.
-      stages: of the ring.
+      stages: stages of the ring.
     """
 
     rows: jax.Array
@@ -162,7 +161,7 @@ class PageReader:
 
     @classmethod
     def of(cls, kv_pages, kv_scales, layer: jax.Array, stages: int) -> PageReader:
-        """Of a pool."""
+        """Returns a reader of a pool."""
         quantised = kv_scales is not None
         scales = scale_rows(kv_scales) if quantised else jnp.zeros((1, 32))
         shape = PoolShape.of(kv_pages)
@@ -170,26 +169,26 @@ class PageReader:
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of the kernel; their references are `Pages`."""
+        """Operands of the kernel; their references are `Pages`."""
         return self.rows, self.scales, self.layer
 
     @property
     def block_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self.pool_shape.block_size
 
     @property
     def page_tokens(self) -> int:
-        """Tokens that one copy brings."""
+        """Tokens per copy."""
         return min(self.block_size, TILE)
 
     @property
     def copies(self) -> int:
-        """Copies that fill a stage, each of K and V."""
+        """Copies that fill a stage of K, and as many of V."""
         return TILE // self.page_tokens
 
     def scratch(self, swizzle: int, readers: int) -> Ring:
-        """The types of a ring that `readers` warpgroups read."""
+        """Scratch types of a ring that `readers` warpgroups read."""
         dtype, stages = self.rows.dtype, self.stages
         ring = tiled((stages, TILE, self.pool_shape.head_dim), dtype, swizzle)
         nothing = (1, 32)
@@ -205,13 +204,13 @@ class PageReader:
         return lax.rem(tile - span.from_tile, jnp.int32(self.stages))
 
     def run(self, pages: Pages, ring: Ring, span: Span) -> None:
-        """The memory warpgroup's work: brings all tiles of the span, in order."""
+        """Loads all tiles of the span in order; the memory warpgroup's work."""
         for i in range(self.stages):
             at = span.from_tile + i
             pl.when(at < span.to_tile)(
                 lambda at=at: self._fetch(at, self.sources(at, pages, span), pages, ring, span)
             )
-        if not self.quantised:  # codes are no NaN, and scales are masked
+        if not self.quantised:  # codes are never NaN, and scales are masked
             some = span.from_tile < span.to_tile
             pl.when(some & self.is_edge(span.from_tile, span))(
                 lambda: self._clear(span.from_tile, ring, span)
@@ -233,8 +232,8 @@ class PageReader:
             )
 
     def sources(self, tile, pages: Pages, span: Span):
-        """(block, first token in it) of a stage's copies; a block that is needed anyway in the
-        place of one that is not."""
+        """(block, first token in it) of each copy of a stage; blocks outside the span are replaced
+        by blocks inside it."""
         size = jnp.int32(self.block_size)
         first_page, last_page = lax.div(span.first, size), lax.div(span.end - 1, size)
         found = []
@@ -245,7 +244,7 @@ class PageReader:
         return found
 
     def page(self, source, k_or_v: int, pages: Pages, span: Span):
-        """References to one copy's tokens [page_tokens, head_dim], and to their scales."""
+        """References to the tokens [page_tokens, head_dim] of one copy, and to their scales."""
         block, offset = source
         row = page_row(self.pool_shape, block, pages.layer[0], k_or_v, span.head)
         tokens, scales = pages.rows.at[row], pages.scales.at[row]
@@ -275,15 +274,15 @@ class PageReader:
             pl.when(~edge)(lambda: copy(1, ring.v, None, ring.v_ready.at[slot]))
 
     def is_edge(self, tile, span: Span):
-        """Whether slots of the tile may hold no token: only of the first and the last."""
+        """Whether the tile may have slots without a token, as only the first and the last can."""
         return (tile * TILE < span.first) | ((tile + 1) * TILE > span.length)
 
     def _edge(self, tile, span: Span):
         return jnp.where(tile == span.from_tile, jnp.int32(0), jnp.int32(1))
 
     def _clear(self, tile, ring: Ring, span: Span) -> None:
-        """`clear` once the tile's V is there. This warpgroup does it, since the registers of those
-        that compute are full."""
+        """Runs `clear` when the tile's V has arrived. The memory warpgroup does this, since the
+        registers of the compute warpgroups are full."""
         slot = self.slot(tile, span)
         plgpu.barrier_wait(ring.edge_ready.at[self._edge(tile, span)])
         self.clear(tile, ring.v.at[slot], span)
@@ -292,8 +291,7 @@ class PageReader:
             plgpu.barrier_arrive(ring.v_ready.at[slot])
 
     def clear(self, tile, smem, span: Span) -> None:
-        """Zeros in a tile of V [TILE, head_dim] where no token is: a weight of 0 does not undo a
-        NaN."""
+        """Zeros the slots of a tile of V [TILE, head_dim] without a token, since 0 x NaN is NaN."""
         itemsize = self.rows.dtype.itemsize
         columns = swizzle_of(self.pool_shape.head_dim * itemsize) // itemsize
         for c in range(0, self.pool_shape.head_dim, columns):

@@ -1,9 +1,9 @@
-"""Prefill attention on Ampere: the products of `prefill_gpu`, pages that come through registers.
+"""Prefill attention on Ampere: the products of `prefill_gpu`, with pages loaded through registers.
 
 Data movement: one thread block, of one warpgroup, per (64 queries of a sequence, query head, split
-of what they see). It brings a tile of K and V to shared memory through registers, then computes on
-it: other thread blocks of the SM compute meanwhile. Each tile's output goes to a place of its own,
-and is gathered from there, so that no thread block touches its neighbours' rows.
+of their keys). It loads a tile of K and V through registers into shared memory, then computes on
+it, while other thread blocks of the SM compute. Each tile writes its output to a separate buffer,
+which is gathered afterwards, so that no thread block writes its neighbours' rows.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Prefill attention on Hopper and Blackwell: chunks of queries of sequences, K and V in pages.
+"""Prefill attention on Hopper and Blackwell: chunks of queries per sequence, K and V in pages.
 
-Queries are the M side, 64 of one head to a compute warpgroup:
+Queries are the M side, 64 of one head per compute warpgroup:
 
     scores [64, TILE] = q [64, D] @ K^T [D, TILE]        out [64, D] += p [64, TILE] @ V [TILE, D]
 
-Data movement: one thread block per (tile of a sequence's queries, query head, split of what they
-see). A memory warpgroup copies the pages that the tile sees, from its window's first to its last
-query's own, or all of them if the queries are not causal, by TMA into a ring of shared-memory
-stages that two compute warpgroups read; tiles that causality hides are never fetched, and a cached
-prefix is read where it lies. Whole tiles of output go out as one copy, the ragged end of a sequence
-row by row, so that neighbours in the batch never touch each other's rows.
+Data movement: one thread block per (tile of a sequence's queries, query head, split of their keys).
+A memory warpgroup copies the pages that the tile sees, from the first page of its window to the
+page of its last query, or all pages for non-causal queries, by TMA into a ring of shared-memory
+stages that two compute warpgroups read; tiles that the causal mask hides are never fetched, and a
+cached prefix is read in place. Whole tiles of output are written in one copy, the ragged end of a
+sequence row by row, so that a tile never writes rows of its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def prefill_gpu(
     """Partial attentions of the splits: out [splits, T, Hq, D], lse f32[splits, T, Hq].
 
     q [T, Hq, D]; kv_pages [N, L, 2, H, B, D]; tables i32[S, M], ids in the pool; lens i32[S];
-    query_start i32[S + 1]; layer i32[]. Several splits are for queries that are not causal: each
-    row then sees something of every tile.
+    query_start i32[S + 1]; layer i32[]. Several splits require non-causal queries, whose rows see
+    keys of every tile.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs, num_kv_heads = len(lens), PoolShape.of(kv_pages).num_kv_heads
     group = num_q_heads // num_kv_heads
-    # Two warpgroups take 64 queries each, or, where an accumulator would not fit the registers, one
+    # Two warpgroups take 64 queries each or, where the accumulator would not fit the registers, one
     # half of the output's columns each.
     halves = 2 if head_dim > 128 else 1
     warpgroups = 2 if num_tokens >= 2 * ROWS or halves == 2 else 1
@@ -153,7 +153,7 @@ def prefill_gpu(
         some_query = queries.first < queries.end
         if halves == 1:
             pl.when((role < warpgroups) & some_query)(lambda: compute(role, 0))
-        else:  # which half must be known when the kernel is compiled
+        else:  # the half must be known when the kernel is compiled
             for half in range(halves):
                 pl.when((role == half) & some_query)(lambda half=half: compute(0, half))
 

@@ -1,6 +1,6 @@
-"""What the prefill kernels share: tiles of queries, and the online softmax over tiles of keys.
+"""Shared steps of the prefill kernels: tiles of queries, and the online softmax over tiles of keys.
 
-Queries are rows and tokens columns, of float32 products in registers, layout `Layout.WGMMA`.
+Rows are queries and columns tokens; products are float32 in registers, in layout `Layout.WGMMA`.
 Nothing moves here.
 """
 
@@ -22,15 +22,15 @@ from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     share_of_tiles,
 )
 
-ROWS = 64  # queries of one warpgroup
+ROWS = 64  # queries per warpgroup
 
 
 def query_tiles(query_start, num_tokens, num_seqs, tile_rows, align):
-    """Tiles of queries: (sequence, first query, end of its queries) i32[G] each.
+    """Tiles of queries: (sequence, first query, end of the sequence's queries), i32[G] each.
 
-    A tile takes `tile_rows` rows from a multiple of `align` on: the first of a sequence begins with
-    rows of the one before, which are not its own. Behind the sequences comes the padding, as one of
-    number `num_seqs`: its output is zeros. Tiles that are not needed have first = end.
+    A tile takes `tile_rows` rows from a multiple of `align` on, so the first tile of a sequence may
+    begin with rows of the previous one, which it does not own. The padding after the sequences
+    counts as sequence `num_seqs`, with zero output. Unneeded tiles have first = end.
 
     Example:
       >>> starts = jnp.array([0, 100, 130], jnp.int32)  # the second begins 4 rows into its tile
@@ -49,13 +49,13 @@ def query_tiles(query_start, num_tokens, num_seqs, tile_rows, align):
 
 
 def tile_start(first, last_start, align: int):
-    """Row of the batch at which the tile of first query `first` begins; the last a little earlier
-    than others would."""
+    """Row of the batch at which the tile with first query `first` begins: at most `last_start`, so
+    that the last tile stays inside the batch."""
     return jnp.minimum(lax.div(first, jnp.int32(align)) * align, last_start)
 
 
 def rows_of_tokens(tile_first, num_tokens, last_start, align):
-    """(tile, row in it) i32[T] each of every token."""
+    """(tile, row in the tile) of every token, i32[T] each."""
     t = jnp.arange(num_tokens, dtype=jnp.int32)
     tile = jnp.searchsorted(tile_first, t, side="right") - 1
     return tile, t - tile_start(tile_first[tile], last_start, align)
@@ -66,10 +66,10 @@ class QueryTile(NamedTuple):
 
     Attributes:
       start: row of the batch at which the tile begins, see `tile_start`.
-      first: its own first query.
-      end: end of its own queries.
+      first: first query that the tile owns.
+      end: end of the queries that the tile owns.
       length: tokens of the sequence.
-      shift: position of a query, less its row of the batch.
+      shift: position of a query minus its row of the batch.
     """
 
     start: Any
@@ -80,14 +80,14 @@ class QueryTile(NamedTuple):
 
     @classmethod
     def of(cls, first, end, length, rows: int, last_start, align: int) -> QueryTile:
-        """From an entry of `query_tiles`; rows of a tile, the last row at which one can start."""
+        """Returns the tile of an entry of `query_tiles`, with `rows` rows, see `tile_start`."""
         start = tile_start(first, last_start, align)
         return cls(start, first, jnp.minimum(end, start + rows), length, length - end)
 
     def span(
         self, sequence, kv_head, split, splits: int, window: int | None, *, causal: bool
     ) -> Span:  # fmt: skip
-        """A split's share of the tokens that the queries see."""
+        """Span of one split: its share of the tokens that the queries see."""
         end = self.length
         if causal:
             end = jnp.minimum(jnp.maximum(self.end + self.shift, 0), end)
@@ -99,13 +99,13 @@ class QueryTile(NamedTuple):
 
 
 def positions(at, shift) -> jax.Array:
-    """Of the queries from row `at` on: i32[ROWS, TILE]."""
+    """Positions i32[ROWS, TILE] of the queries from row `at` on."""
     layout = plgpu.Layout.WGMMA
     return at + shift + plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 0, layout=layout)
 
 
 def start(columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(sums [ROWS, columns], maxima [ROWS], totals [ROWS])."""
+    """Initial (sums [ROWS, columns], maxima [ROWS], totals [ROWS])."""
     per_row = plgpu.Layout.WGMMA.reduce(1)
     sums = plgpu.layout_cast(jnp.full((ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA)
     maxima = plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), per_row)
@@ -113,7 +113,7 @@ def start(columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def weigh(products, position, tile, length, maxima, totals, *, scale, soft_cap, window, causal):
-    """(weights [ROWS, TILE], factor [ROWS] of all that came before, maxima, totals)."""
+    """(weights [ROWS, TILE], factor [ROWS] of the earlier sums, maxima, totals)."""
     iota = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=plgpu.Layout.WGMMA)
     token = tile * TILE + iota
     seen = token < length
@@ -125,18 +125,18 @@ def weigh(products, position, tile, length, maxima, totals, *, scale, soft_cap, 
     new = jnp.maximum(maxima, logits.max(axis=1))
     factor = jnp.exp2(maxima - new)
     weights = jnp.exp2(logits - per_row(new, logits))
-    if window is not None:  # a row may see nothing of its first tiles
+    if window is not None:  # a row may see no token of its first tiles
         weights = jnp.where(seen, weights, 0.0)
     return weights, factor, new, totals * factor + weights.sum(axis=1)
 
 
 def per_row(x, like) -> jax.Array:
-    """[ROWS] as [ROWS, columns]."""
+    """Broadcasts [ROWS] to [ROWS, columns]."""
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def finish(sums, maxima, totals) -> tuple[jax.Array, jax.Array]:
-    """(output, log-sum-exp [ROWS]); zeros and -inf where nothing was seen."""
+    """(output, log-sum-exp [ROWS]); zeros and -inf for rows that saw no token."""
     some = jnp.where(totals > 0, totals, 1.0)
     lse = jnp.where(totals > 0, (maxima + jnp.log2(some)) / LOG2E, -jnp.inf)
     return sums / per_row(some, sums), lse

@@ -1,9 +1,9 @@
 """Matrix products of the GPU kernels: operands in shared memory, float32 sums in registers.
 
-Hopper multiplies by `wgmma`, which reads both operands from shared memory itself. Ampere and
-Blackwell multiply by `mma.sync`, which every GPU from Ampere on has and whose operands pass through
-registers. The sums have the same layout, `Layout.WGMMA`, so the rest of a kernel is the same.
-Blackwell's own `tcgen05` would multiply faster, which decode, bound by memory, would not notice.
+Hopper multiplies by `wgmma`, which reads both operands from shared memory. Ampere and Blackwell
+multiply by `mma.sync`, which all GPUs from Ampere on have; its operands pass through registers. The
+sums have the same layout, `Layout.WGMMA`, so the rest of a kernel is the same. Blackwell's
+`tcgen05` would multiply faster, but decode is bound by memory and would gain nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Product(Protocol):
-    """Multiplies references of shared memory."""
+    """Multiplication of two operands in shared memory."""
 
     def __call__(self, a: Any, b: Any, sums: jax.Array | None = None) -> jax.Array:
-        """sums + a @ b, f32[M, N] in `Layout.WGMMA`; a [M, K], b [K, N] of 16 bits, M % 64 = 0."""
+        """Returns sums + a @ b, f32[M, N] in `Layout.WGMMA`; a [M, K], b [K, N] of 16 bits,
+        M % 64 = 0."""
         ...
 
 
 def product_of(compute_capability: tuple[int, int], interpret: Any) -> Product:
-    """What multiplies on GPUs of this compute capability.
+    """Returns the product for GPUs of this compute capability.
 
-    Interpreted, an `mma.sync` is written as a dot product, since Pallas's interpreter does not know
-    it: it is a function of registers, and the copies and barriers around it are what is checked.
+    Interpreted kernels use a dot product in place of `mma.sync`, which Pallas's interpreter does
+    not support: it only transforms registers, and interpretation checks the copies and barriers
+    around it.
     """
     if compute_capability[0] == 9:
         return _wgmma

@@ -1,6 +1,6 @@
-"""The same attention, obviously right and slow: for tests.
+"""Reference implementation of paged attention: simple and slow, for tests.
 
-Data movement: gathers every page of every sequence, in float32, and takes one dense softmax.
+Data movement: gathers every page of every sequence, in float32, and computes one dense softmax.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def paged_attention_reference(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) in float32; arguments as in `paged_attention`, which also checks them."""
+    """Returns (out, lse) in float32; arguments as in `paged_attention`, which checks them."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = PoolShape.of(kv_pages).num_kv_heads
     scales = None if kv_scales is None else layer_pages(kv_scales, block_tables, layer)

@@ -1,16 +1,16 @@
-"""Which implementations of paged attention run where: one table, read by `supports`.
+"""Requirements of the implementations of paged attention: one table, read by `supports`.
 
-Nothing is computed and nothing moves here. A kernel that learns a shape changes a line of the
-table; the choice itself is `choose`. What is open, and why, as of JAX 0.12.0.1:
+Nothing is computed and nothing moves here. Supporting a new shape changes a line of the table;
+`choose` selects the implementation. Open items and their reasons, as of JAX 0.12.0.1:
 
     int8 pages in prefill     no kernel converts them yet, on any generation.
     Ampere, head_dim 80, 96   four warps do not divide a small page of such rows (`copy_swizzle`).
-    Ampere, prefill of 256    does not fit 255 registers: 244 bytes spill; nor does one of 128 that
-                              is not causal: 216 bytes.
-    Spills that are left      with a window and a soft cap together: 44 bytes of Ampere's decode of
-                              int8 pages, head_dim 256, group 16; 4 of Blackwell's prefill of 256.
-    Ampere, `cp.async`        Pallas's interpreter refuses copies without a barrier, so nothing
-                              would show that one is awaited; pages come through registers.
+    Ampere, prefill of 256    does not fit 255 registers (244 bytes spill), nor does non-causal
+                              prefill of 128 (216 bytes).
+    Remaining spills          with a window and a soft cap together: 44 bytes in Ampere's decode of
+                              int8 pages, head_dim 256, group 16; 4 in Blackwell's prefill of 256.
+    Ampere, `cp.async`        Pallas's interpreter rejects copies without a barrier, so no test can
+                              detect a missing wait; pages are loaded through registers.
     Blackwell, `tcgen05`      not used: prefill would multiply faster than by `mma.sync`.
     12.x (GeForce)            too little shared memory for the ring; no target to compile for.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -34,11 +34,11 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # the first that runs is t
 
 
 class PagedAttentionFallbackWarning(UserWarning):
-    """A CUDA device runs paged attention through XLA, since its kernel does not fit the call."""
+    """Paged attention runs through XLA on a CUDA device, since no kernel supports the call."""
 
 
 class Call(NamedTuple):
-    """What a requirement may look at; None where the caller did not say."""
+    """Properties of a call that requirements check; None if unknown."""
 
     platform: str
     compute_capability: tuple[int, int] | None
@@ -57,6 +57,10 @@ _AMPERE_HEAD_DIMS = (64, 128, 256)
 _INT8_HEAD_DIMS, _INT8_BLOCK_SIZES = (64, 128, 256), (64, 128)
 
 
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
 def _generation(call: Call) -> int | None:
     return None if call.compute_capability is None else call.compute_capability[0]
 
@@ -69,29 +73,31 @@ def _int8_pages(call: Call) -> bool:
     return call.dtype is not None and jnp.dtype(call.dtype) == FORMATS["int8"].dtype
 
 
-# What must hold, and the reason if it does not, in order. Unknown properties count as fitting.
+# Requirements and the reasons if they fail, in order. Unknown properties count as supported.
 _REQUIREMENTS: dict[str, tuple[tuple[Callable[[Call], bool], str], ...]] = {
     "mosaic_gpu": (
         (
             lambda call: call.platform in ("gpu", "cuda"),
-            "it needs an NVIDIA GPU and the platform is {platform!r}",
+            "the GPU kernel needs an NVIDIA GPU, got platform {platform!r}",
         ),
         (
             lambda call: _generation(call) in (8, 9, 10),
-            "it needs compute capability 8.x (Ampere), 9.x (Hopper) or 10.x (Blackwell), the "
-            "device has {compute_capability}",
+            "the GPU kernel needs compute capability 8.x (Ampere), 9.x (Hopper) or 10.x "
+            "(Blackwell), got {compute_capability}",
         ),
         (
             lambda call: call.head_dim in (None, *HEAD_DIMS),
-            f"head_dim {{head_dim}} is none of {HEAD_DIMS}",
+            f"head_dim={{head_dim}} is not supported (one of {_listed(HEAD_DIMS)})",
         ),
         (
             lambda call: _generation(call) != 8 or call.head_dim in (None, *_AMPERE_HEAD_DIMS),
-            f"on Ampere, head_dim {{head_dim}} is none of {_AMPERE_HEAD_DIMS}",
+            "head_dim={head_dim} is not supported on Ampere "
+            f"(one of {_listed(_AMPERE_HEAD_DIMS)})",
         ),
         (
             lambda call: _generation(call) != 8 or call.form != "prefill" or call.head_dim != 256,
-            "on Ampere, the registers do not hold a prefill of head_dim {head_dim}",
+            "head_dim={head_dim} is not supported in prefill on Ampere: it does not fit the "
+            "registers",
         ),
         (
             lambda call: (
@@ -100,20 +106,20 @@ _REQUIREMENTS: dict[str, tuple[tuple[Callable[[Call], bool], str], ...]] = {
                 or call.causal in (None, True)
                 or call.head_dim in (None, 64)
             ),
-            "on Ampere, the registers do not hold a prefill of head_dim {head_dim} that is not "
-            "causal",
+            "head_dim={head_dim} is not supported in non-causal prefill on Ampere: it does not fit "
+            "the registers",
         ),
         (
             lambda call: call.block_size in (None, *BLOCK_SIZES),
-            f"block size {{block_size}} is none of {BLOCK_SIZES}",
+            f"block_size={{block_size}} is not supported (one of {_listed(BLOCK_SIZES)})",
         ),
         (
             lambda call: call.group is None or call.group <= 16,
-            "{group} query heads share a KV head, more than 16",
+            "{group} query heads per KV head are not supported (at most 16)",
         ),
         (
             lambda call: _float_pages(call) or _int8_pages(call),
-            "pages of {dtype} are neither bfloat16 nor float16 nor int8",
+            "pages of {dtype} are not supported (one of bfloat16, float16, int8)",
         ),
         (
             lambda call: (
@@ -124,20 +130,22 @@ _REQUIREMENTS: dict[str, tuple[tuple[Callable[[Call], bool], str], ...]] = {
                     else jnp.dtype(call.query_dtype) in (jnp.bfloat16, jnp.float16)
                 )
             ),
-            "queries of {query_dtype} do not fit pages of {dtype}",
+            "queries of {query_dtype} are not supported with pages of {dtype}",
         ),
         (
             lambda call: not _int8_pages(call) or call.form in (None, "decode"),
-            "prefill reads no int8 pages yet",
+            "int8 pages are not supported in prefill yet",
         ),
         (
             lambda call: not _int8_pages(call) or call.head_dim in (None, *_INT8_HEAD_DIMS),
-            f"of int8 pages, head_dim {{head_dim}} is none of {_INT8_HEAD_DIMS}",
+            "head_dim={head_dim} is not supported with int8 pages "
+            f"(one of {_listed(_INT8_HEAD_DIMS)})",
         ),
         (
             # A copy of a page's scales must fill whole pieces of 128 bytes of shared memory.
             lambda call: not _int8_pages(call) or call.block_size in (None, *_INT8_BLOCK_SIZES),
-            f"of int8 pages, block size {{block_size}} is none of {_INT8_BLOCK_SIZES}",
+            "block_size={block_size} is not supported with int8 pages "
+            f"(one of {_listed(_INT8_BLOCK_SIZES)})",
         ),
     ),
     "xla": (),
@@ -158,29 +166,33 @@ def supports(
     platform: str | None = None,
     compute_capability: tuple[int, int] | None = None,
 ) -> tuple[bool, str]:
-    """Whether an implementation can run, and the reason if not.
+    """Returns whether an implementation can run, and the reason if not.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
-      head_dim: of the pages. This and the next six: None where the answer is for any.
-      block_size: tokens in a page.
-      dtype: of the pages.
-      query_dtype: of the queries.
+      head_dim: head_dim of the pages. None, here and below up to `causal`: not checked.
+      block_size: tokens per page.
+      dtype: dtype of the pages.
+      query_dtype: dtype of the queries.
       group: query heads per KV head.
-      form: "decode" (one query of each sequence) or "prefill".
-      causal: whether queries see no more than what is before them.
-      platform: "cpu", "gpu" or "cuda"; None for the device that is traced for.
-      compute_capability: of the GPU, as in (9, 0); None likewise.
+      form: "decode" (one query per sequence) or "prefill".
+      causal: whether a query sees only positions up to its own.
+      platform: "cpu", "gpu" or "cuda"; None: the platform that is traced for.
+      compute_capability: compute capability of the GPU, as in (9, 0); None: that of the GPU that is
+        traced for.
 
     Example:
       >>> from jaxkv.pallas_kernels.paged_attention import supports
       >>> supports("xla", head_dim=128)
       (True, '')
       >>> supports("mosaic_gpu", platform="gpu", compute_capability=(8, 0), head_dim=80)[1]
-      "on Ampere, head_dim 80 is none of (64, 128, 256); use 'xla'"
+      "head_dim=80 is not supported on Ampere (one of 64, 128, 256); use 'xla'"
     """
     if implementation not in _REQUIREMENTS:
-        return False, f"unknown implementation {implementation!r}; one of {IMPLEMENTATIONS}"
+        return (
+            False,
+            f"unknown implementation {implementation!r} (one of {_listed(IMPLEMENTATIONS)})",
+        )
     here, capability = target.current()
     platform = platform or here
     if compute_capability is None and platform in ("gpu", "cuda"):
@@ -199,9 +211,9 @@ def supports(
 
 
 def device_of_kernels(*, interpret: bool) -> tuple[str, tuple[int, int] | None]:
-    """Platform and compute capability that kernels are chosen for: those of the device.
+    """Platform and compute capability that kernels are chosen for: those that are traced for.
 
-    Kernels that are interpreted where there is no NVIDIA GPU are those of Hopper.
+    Without an NVIDIA GPU, interpreted kernels are Hopper's.
     """
     platform, compute_capability = target.current()
     if interpret and compute_capability is None:
@@ -210,22 +222,22 @@ def device_of_kernels(*, interpret: bool) -> tuple[str, tuple[int, int] | None]:
 
 
 def choose(implementation: str | None, *, interpret: bool, **call: Any) -> str:
-    """The named implementation if it runs, or the first that does.
+    """Returns the named implementation, or the first one that can run.
 
     Args:
-      implementation: one of `IMPLEMENTATIONS` or None.
-      interpret: GPU kernels run interpreted.
-      **call: of `supports`.
+      implementation: one of `IMPLEMENTATIONS`, or None for the first one that can run.
+      interpret: whether GPU kernels run interpreted.
+      **call: arguments of `supports`.
 
     Raises:
-      NotImplementedError: the named implementation cannot run, with the reason.
+      NotImplementedError: the named implementation cannot run; the error gives the reason.
     """
     platform, compute_capability = device_of_kernels(interpret=interpret)
     call |= dict(platform=platform, compute_capability=compute_capability)
     if implementation is not None:
         runs, reason = supports(implementation, **call)
         if not runs:
-            raise NotImplementedError(f"paged_attention {implementation=}: {reason}")
+            raise NotImplementedError(f"paged_attention {implementation=} cannot run: {reason}")
         return implementation
     runs, reason = supports("mosaic_gpu", **call)
     if runs:
@@ -238,8 +250,8 @@ def choose(implementation: str | None, *, interpret: bool, **call: Any) -> str:
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"paged_attention does not take its GPU kernel here: {reason.removesuffix("; use 'xla'")}. "
-        "It runs through XLA, slower; implementation='xla' says that this is meant.",
+        "paged_attention falls back to XLA, which is slower: "
+        f"{reason.removesuffix("; use 'xla'")}. Pass implementation='xla' to silence this warning.",
         PagedAttentionFallbackWarning,
         stacklevel=4,
     )
@@ -250,7 +262,7 @@ _FORMS: tuple[Form, ...] = ("decode", "prefill")
 
 
 def support_table() -> str:
-    """Markdown: for each GPU generation and kind of step what the kernels take. The rest is XLA's.
+    """Markdown table of the shapes that the kernels support, by GPU generation and kind of step.
 
     Example:
       >>> print(support_table().splitlines()[3])
@@ -278,5 +290,4 @@ def _cell(capability: tuple[int, int], dtype: DTypeLike, form: Form) -> str:
     blocks = [b for b in BLOCK_SIZES if kernel(block_size=b)]
     if not dims or not all(kernel(head_dim=d, block_size=b) for d in dims for b in blocks):
         return "XLA"
-    listed = [", ".join(map(str, values)) for values in (dims, blocks)]
-    return f"kernel: head_dim {listed[0]}; block {listed[1]}"
+    return f"kernel: head_dim {_listed(dims)}; block {_listed(blocks)}"

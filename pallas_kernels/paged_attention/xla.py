@@ -1,9 +1,9 @@
-"""Paged attention in plain XLA, which runs everywhere: an online softmax over tiles of pages.
+"""Paged attention in plain XLA, for any device: an online softmax over tiles of pages.
 
 Data movement: each pass of the key loop gathers a few pages of K and V (for decode, a tile of
 every sequence; for prefill, a tile of one sequence for some of its queries) and folds them into a
 running maximum, sum and output, so a whole sequence is never gathered. With a window the loop
-starts at the first page that is still seen: the cost is the window's and not the sequence's.
+starts at the first page inside it: the cost depends on the window and not on the sequence.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from jax import lax
 from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.operands import MASKED, Tile, read_pages
 
-# Tokens of every sequence that one pass of the decode loop reads. Few sequences take more, so that
-# a pass outweighs its launches: one of 2048 tokens took 1.4 times what dense attention takes in
-# tiles of 256, 1.1 in 512; one of 1024 would read all of it for a short sequence.
+# Tokens of every sequence that one pass of the decode loop reads. With few sequences a pass reads
+# more, so that it outweighs its launches: one sequence of 2048 tokens took 1.4 times dense
+# attention's time in tiles of 256, 1.1 in 512; a tile of 1024 would read too much for short ones.
 _DECODE_TILE, _DECODE_TOKENS = 64, 512
-# Queries of one sequence that the prefill loop takes at a time, and at its end if no more are left:
+# Queries of one sequence per pass of the prefill loop, and per last pass if that many suffice:
 # nine sequences of 28 queries behind 1,488 tokens took 32 ms in tiles of 64 alone, 19 with both.
 _QUERY_TILES = 64, 32
-_KEY_TILE = 256  # tokens that it then reads at a time
+_KEY_TILE = 256  # tokens that the prefill loop reads at a time
 
 
 def _start(shape, sinks):
-    """Online-softmax carry of queries [..., D]: running maximum, sum and output.
+    """Initial online-softmax carry of queries [..., D]: running maximum, sum and output.
 
-    A sink, broadcasting to [..., 1], is a key that was already seen and whose value is 0.
+    A sink, broadcasting to [..., 1], counts as a key already seen, with value 0.
     """
     column = (*shape[:-1], 1)
     if sinks is None:
@@ -42,8 +42,8 @@ def _start(shape, sinks):
 def _accumulate(carry, q, tile: Tile, visible, needed, soft_cap):
     """One online-softmax step of `...hqd` queries over a tile.
 
-    visible broadcasts to [..., h, q, t], needed (seen by any query) to [..., h, t]. A row that sees
-    nothing yet may sum weights of 1; they vanish with the first key that it does see.
+    visible broadcasts to [..., h, q, t], needed (seen by any query) to [..., h, t]. A row that has
+    seen no key yet may sum weights of 1; its first visible key scales them to 0.
     """
     m, total, acc = carry
     s = tile.logits(q)
@@ -57,11 +57,11 @@ def _accumulate(carry, q, tile: Tile, visible, needed, soft_cap):
     return m_new, total, acc * alpha + tile.weighted(p, needed)
 
 
-_FILLS = (0.0, -jnp.inf)  # output and log-sum-exp of a row where no query is
+_FILLS = (0.0, -jnp.inf)  # output and log-sum-exp of a row without a query
 
 
 def _finish(carry, live, return_lse):
-    """(output [..., D],) of a carry, or with the log-sum-exp [..., 1] behind it."""
+    """Returns (output [..., D],) of a carry, or (output, log-sum-exp [..., 1])."""
     m, total, acc = carry
     total = jnp.where(live, total, 1)
     results = (acc / total, m + jnp.log(total)) if return_lse else (acc / total,)
@@ -69,16 +69,16 @@ def _finish(carry, live, return_lse):
 
 
 def _pad_columns(tables, pages_per_tile):
-    """Table padded with null blocks, so that the last tile's slice is not moved to fit."""
+    """Pads tables with null blocks, since a slice past the end would be moved back to fit."""
     return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_tile)))
 
 
 def _from_window(tables, lens, window, block_size):
     """Tables and lengths as if each sequence began with the first block that its last token sees.
 
-    So rows of very different lengths walk their windows together.
+    Rows of very different lengths then walk their windows in the same passes.
     """
-    columns = min(tables.shape[1], (window - 2) // block_size + 2)  # that a window can touch
+    columns = min(tables.shape[1], (window - 2) // block_size + 2)  # a window's blocks, at most
     first = jnp.maximum(lens - window, 0) // block_size
     at = first[:, None] + jnp.arange(columns, dtype=jnp.int32)
     tables = jnp.take_along_axis(tables, at, axis=1, mode="fill", fill_value=0)
@@ -89,12 +89,12 @@ def decode_xla(
     q, kv_pages, kv_scales, tables, seq_lens, query_start, sinks,
     *, layer, scale, window, soft_cap, return_lse,
 ):  # fmt: skip
-    """All sequences in step: each pass of the loop takes the next tile of every sequence.
+    """Decode attention; each pass of the loop takes the next tile of every sequence.
 
-    Arguments as in `paged_attention`, checked, table entries within the pool.
+    Arguments as in `paged_attention`, checked, with table entries inside the pool.
 
     Returns:
-      (f32[S, num_q_heads, head_dim],), and f32[S, num_q_heads, 1] behind it if `return_lse`.
+      (f32[S, num_q_heads, head_dim],); with `return_lse`, followed by f32[S, num_q_heads, 1].
     """
     num_seqs, num_q_heads, head_dim = q.shape
     shape = PoolShape.of(kv_pages)
@@ -130,14 +130,14 @@ def prefill_xla(
     q, kv_pages, kv_scales, tables, seq_lens, query_start, sinks,
     *, layer, scale, window, soft_cap, causal, return_lse, max_query_len,
 ):  # fmt: skip
-    """One tile of one sequence's queries at a time, over the pages that it may see.
+    """Prefill attention; each pass takes a tile of one sequence's queries over the pages it sees.
 
-    A tile's rows past its sequence's end hold the next sequence's queries, and are not written.
+    A tile's rows past its sequence's end hold the next sequence's queries and are not written.
 
-    Arguments as in `paged_attention`, checked, table entries within the pool.
+    Arguments as in `paged_attention`, checked, with table entries inside the pool.
 
     Returns:
-      (f32[T, num_q_heads, head_dim],), and f32[T, num_q_heads, 1] behind it if `return_lse`.
+      (f32[T, num_q_heads, head_dim],); with `return_lse`, followed by f32[T, num_q_heads, 1].
     """
     num_tokens, num_q_heads, head_dim = q.shape
     shape = PoolShape.of(kv_pages)
@@ -154,7 +154,7 @@ def prefill_xla(
     def query_tile_of(query_tile, tiles_before, skipped, i, outs):
         s = jnp.searchsorted(tiles_before, i, side="right").astype(jnp.int32)
         first = jnp.where(s > 0, tiles_before[s - 1], 0)
-        offset = skipped[s] + (i - first) * query_tile  # of the tile inside its sequence
+        offset = skipped[s] + (i - first) * query_tile  # of the tile in its sequence
         at = query_start[s] + offset
         length = seq_lens[s]
         if causal:
@@ -209,7 +209,7 @@ def prefill_xla(
 
 
 def _shares(counts, sizes):
-    """For each size: (size, tiles of each sequence, queries of it before the first of them)."""
+    """For each tile size: (size, tiles per sequence, queries per sequence before its tiles)."""
     large, small = sizes[0], sizes[-1]
     none = jnp.zeros_like(counts)
     if large == small:

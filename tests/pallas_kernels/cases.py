@@ -1,4 +1,4 @@
-"""Random ragged batches over a shuffled pool, shared by the kernel tests."""
+"""Random ragged batches over a shuffled pool, for the kernel tests."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ class Case:
 
 
 def quantise(kv: np.ndarray, scale_dtype) -> tuple[np.ndarray, np.ndarray]:
-    """int8 codes and scales over the last axis, on the host and apart from the library's."""
+    """int8 codes and scales over the last axis, on the host, independent of the library."""
     scales = (np.maximum(np.abs(kv).max(-1), 1e-30) / 127).astype(scale_dtype)
     codes = np.rint(kv / scales.astype(np.float32)[..., None])
     return np.clip(codes, -127, 127).astype(np.int8), scales
@@ -44,11 +44,11 @@ def make(
 ):  # fmt: skip
     """Sequences of `lens` cached tokens whose last `counts` are this step's queries.
 
-    Every slot that holds no token is `fill`, and unused table entries point anywhere, out of the
-    pool too. With a `window` that includes what no query sees any more; every second entry there is
-    the null block.
-    With a `scale_dtype` the pages are int8, `dense` is what they stand for, and the scales of
-    unused slots are `fill`. With `room` shapes are those of sequences of so many tokens each.
+    Every slot without a token is `fill`, and unused table entries point anywhere, also outside the
+    pool. With a `window`, tokens that no query sees are unused too, and every second table entry of
+    theirs is the null block. With a `scale_dtype` the pages are int8, `dense` holds the dequantised
+    values, and the scales of unused slots are `fill`. With `room`, the shapes are those of
+    sequences of `room` tokens each.
     """
     rng = np.random.default_rng(seed)
     need = [-(-n // block) for n in lens]
@@ -64,7 +64,7 @@ def make(
     tables = rng.integers(-2, num_blocks + 2, (len(lens), width))
     dense, at = [], 0
     for s, n in enumerate(lens):
-        first = 0 if window is None else max(0, n - counts[s] + 1 - window)  # that is still seen
+        first = 0 if window is None else max(0, n - counts[s] + 1 - window)  # first visible token
         tables[s, : first // block : 2] = 0
         tables[s, first // block : need[s]] = order[at + first // block : at + need[s]]
         at += need[s]
@@ -95,13 +95,13 @@ def make(
 
 
 def queries(case: Case, order) -> np.ndarray:
-    """Which of the batch's queries are those of these sequences."""
+    """Indices in the batch of the queries of these sequences."""
     starts = np.asarray(case.query_start)
     return np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
 
 
 def pick(case: Case, order) -> Case:
-    """Some of the case's sequences, in this order, in the case's shapes: padding behind them."""
+    """Some of the case's sequences, in this order and in the case's shapes, padding at the end."""
     at, more = queries(case, order), len(case.lens) - len(order)
     q, tables, lens = (
         np.zeros_like(case.q), np.full_like(case.tables, -1), np.zeros_like(case.lens)
@@ -110,7 +110,7 @@ def pick(case: Case, order) -> Case:
     tables[: len(order)], lens[: len(order)] = (
         np.asarray(x)[order] for x in (case.tables, case.lens)
     )
-    starts = case.query_start  # of a decode step: one query each, of padding too
+    starts = case.query_start  # a decode step has one query per row, padding included
     if case.max_query_len > 1:
         counts = np.pad(np.diff(starts)[order], (0, more))
         starts = jnp.asarray(np.pad(np.cumsum(counts), (1, 0)))
@@ -120,7 +120,7 @@ def pick(case: Case, order) -> Case:
 
 
 def move_blocks(case: Case) -> Case:
-    """The same sequences in other blocks; the null block stays."""
+    """The same sequences in other blocks; the null block does not move."""
     new = np.concatenate([[0], 1 + np.random.default_rng(1).permutation(len(case.pages) - 1)])
     pages, tables = np.empty_like(case.pages), np.array(case.tables)
     pages[new] = case.pages
@@ -130,7 +130,7 @@ def move_blocks(case: Case) -> Case:
 
 
 def name_heads(case: Case) -> tuple[Case, np.ndarray]:
-    """V of each KV head is its number; and what each query head then gives, of all elements."""
+    """Sets V of each KV head to its number; returns the expected output of each query head."""
     heads, kv_heads = case.q.shape[1], case.pages.shape[3]
     pages = np.array(case.pages)
     pages[:, :, 1] = np.arange(kv_heads)[:, None, None]
@@ -139,9 +139,9 @@ def name_heads(case: Case) -> tuple[Case, np.ndarray]:
 
 
 def means_of_positions(chunks, call, *, cached=0, room=10, **kind) -> np.ndarray:
-    """Outputs of the positions behind `cached` ones, 10 at most, computed in chunks.
+    """Outputs of at most 10 positions after `cached` ones, computed in chunks.
 
-    V names its position, and q is 0: an output is the mean of the positions that it sees.
+    V holds its position and q is 0, so an output is the mean of the positions that its query sees.
     """
     outs, length = [], cached
     for count in chunks:
@@ -159,12 +159,12 @@ def means_of_positions(chunks, call, *, cached=0, room=10, **kind) -> np.ndarray
     return np.concatenate(outs)
 
 
-QUICK = {"xla_backend_optimization_level": 0}  # tests spend their time in the compiler
+QUICK = {"xla_backend_optimization_level": 0}  # compiling takes most of the tests' time
 
 
 @functools.cache
 def _compiled(**static):
-    """One program for all cases of a shape."""
+    """A program for all cases of a shape."""
 
     def call(args, kv_scales, sinks):
         return paged_attention(*args, kv_scales=kv_scales, sinks=sinks, **static)
@@ -173,7 +173,7 @@ def _compiled(**static):
 
 
 def forget_programs() -> None:
-    """For what a program depends on beside its arguments: the device, what a test has patched."""
+    """Drops compiled programs, which also depend on the device and on patches of a test."""
     _compiled.cache_clear()
     attend_gpu.clear_cache()
 
@@ -190,7 +190,7 @@ def oracle(case: Case, **options) -> np.ndarray:
 
 
 def oracle_with_lse(case: Case, *, window=None, causal=True, soft_cap=None, sinks=None):
-    """`oracle` and the log of each softmax's denominator, -inf where no query is."""
+    """`oracle` and the log of each softmax denominator, -inf for rows without a query."""
     q = np.asarray(case.q, np.float64)
     out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
     start = np.asarray(case.query_start)

@@ -20,7 +20,7 @@ KINDS = {  # lengths and queries of each: a decode step, a prefill step
 
 
 def check(got, want, tolerance=2e-5):
-    """Outputs and log-sum-exps of `run` and `oracle_with_lse`."""
+    """Compares outputs and log-sum-exps of `run` and `oracle_with_lse`."""
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
 
@@ -47,7 +47,7 @@ def test_options_alone_and_together(implementation, kind, scale_dtype, window, s
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_log_sum_exp_changes_no_output(implementation, kind):
+def test_returning_the_log_sum_exp_changes_no_output(implementation, kind):
     case = of_kind(kind)
     np.testing.assert_array_equal(
         run(case, implementation), run(case, implementation, return_lse=True)[0]
@@ -56,8 +56,8 @@ def test_the_log_sum_exp_changes_no_output(implementation, kind):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_queries_that_are_not_causal(implementation, kind):
-    """Sequences with fewer tokens than queries, too: they are no part of them."""
+def test_non_causal_queries(implementation, kind):
+    """Also for sequences with fewer tokens than queries."""
     case = of_kind(kind, fill=np.nan)
     if kind == "prefill":
         case = make([300, 7, 0, 40, 2], [70, 7, 5, 3, 9], fill=np.nan, padding_tokens=2)
@@ -65,8 +65,8 @@ def test_queries_that_are_not_causal(implementation, kind):
     check(run(case, implementation, return_lse=True, **options), oracle_with_lse(case, **options))
 
 
-def test_a_window_of_queries_that_are_not_causal_is_refused():
-    with pytest.raises(ValueError, match="window=4 counts back from a query's position"):
+def test_rejects_a_window_of_non_causal_queries():
+    with pytest.raises(ValueError, match="a window needs causal attention: got window=4"):
         run(of_kind("prefill"), window=4, causal=False)
 
 
@@ -76,7 +76,7 @@ def test_a_window_of_queries_that_are_not_causal_is_refused():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("block", "fill"), [(1, np.nan), (4, np.nan), (4, np.inf), (64, np.nan)])
-def test_nothing_behind_the_window_is_used(implementation, kind, block, fill):
+def test_tokens_behind_the_window_are_not_used(implementation, kind, block, fill):
     for window in (1, block + 1, 1000):
         case = of_kind(kind, block=block, window=window, fill=fill)
         np.testing.assert_allclose(
@@ -96,7 +96,7 @@ def test_position_9_of_a_window_of_4_sees_6_to_9(implementation, chunks):
 
 
 def _passes(f, *args):
-    """How often a loop of f reads pages, counted by running it."""
+    """Number of page reads in the loops of f, counted by running it."""
     count = []
     read = xla.read_pages
 
@@ -112,10 +112,10 @@ def _passes(f, *args):
 
 
 @pytest.mark.parametrize(("counts", "whole", "windowed"), [
-    # Two sequences of different lengths in step: tiles of 256 keys.
+    # Two sequences of different lengths in the same passes, in tiles of 256 keys.
     ([1, 1], 8, 1),
     # Queries 1792 to 2047 in tiles of 64 see 8 tiles of keys each; with a window of 64 the first
-    # touches two and the others one. The second sequence's only query: 8, and 1.
+    # touches two and the others one. The only query of the second sequence sees 8, and 1.
     ([256, 1], 4 * 8 + 8, 2 + 3 + 1),
 ])  # fmt: skip
 def test_tiles_behind_the_window_are_not_read(counts, whole, windowed):
@@ -147,7 +147,7 @@ def test_a_sink_is_one_more_key_of_value_zero(implementation, kind):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_an_overwhelming_sink_leaves_nothing(implementation):
+def test_an_overwhelming_sink_gives_a_zero_output(implementation):
     case = of_kind("decode")
     out, lse = run(case, implementation, return_lse=True, sinks=jnp.full(4, 1e4))
     assert (out == 0).all()
@@ -155,7 +155,7 @@ def test_an_overwhelming_sink_leaves_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_query_no_output_with_sinks_too(implementation):
+def test_rows_without_a_query_are_zeros_with_sinks(implementation):
     case = make([0, 5, 0], [1, 1, 0], padding_tokens=2, fill=np.nan)
     out, lse = run(case, implementation, return_lse=True, sinks=SINKS, window=3)
     dead = [0, 2, 3]
@@ -169,11 +169,11 @@ def test_no_query_no_output_with_sinks_too(implementation):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
-def test_int8_is_as_far_off_as_its_rounding(kind, scale_dtype):
-    """Each element is off by at most e = 3/4 scale (1/2 of rounding, the rest the bf16 scale's).
+def test_the_error_of_int8_pages_is_bounded_by_rounding(kind, scale_dtype):
+    """An element's error is at most e = 3/4 scale (1/2 from rounding, the rest from a bf16 scale).
 
-    So a logit is off by at most d = scale |q|_1 e_k, every weight by a factor within exp(+-2d), and
-    the output by e_v + (exp(2d) - 1) max|v|.
+    So the error of a logit is at most d = scale |q|_1 e_k, that of a weight a factor within
+    exp(+-2d), and that of the output e_v + (exp(2d) - 1) max|v|.
     """
     real = of_kind(kind, dim=32)
     held = of_kind(kind, dim=32, scale_dtype=scale_dtype)
@@ -187,14 +187,14 @@ def test_int8_is_as_far_off_as_its_rounding(kind, scale_dtype):
 
 def test_int8_in_half_precision():
     case = of_kind("prefill", scale_dtype=jnp.bfloat16, dtype=jnp.bfloat16, fill=np.nan)
-    # The codes are exact: 2 ** -9 of the queries' and of the weights' rounding is all.
+    # The codes are exact: the only error is the rounding of queries and weights, 2 ** -9 each.
     np.testing.assert_allclose(run(case).astype(np.float32), oracle(case), atol=3e-2)
 
 
 @given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=8),
        st.sampled_from([jnp.float32, jnp.bfloat16]))  # fmt: skip
 @settings(deadline=None)
-def test_quantise_rounds_to_the_scale_that_is_kept(row, scale_dtype):
+def test_quantise_rounds_to_the_stored_scale(row, scale_dtype):
     codes, scale = quantise(jnp.asarray(row, jnp.float32), scale_dtype)
     assert codes.dtype == jnp.int8
     assert scale.dtype == scale_dtype
@@ -205,7 +205,7 @@ def test_quantise_rounds_to_the_scale_that_is_kept(row, scale_dtype):
     assert codes.min() >= -127
 
 
-def test_scales_exactly_with_int8():
+def test_scales_are_required_exactly_with_int8():
     case = make([9], [1], max_query_len=1, scale_dtype=jnp.float32)
     with pytest.raises(ValueError, match="kv_scales must be None: float32 pages"):
         paged_attention(case.q, case.pages.astype(jnp.float32), *case.args()[2:], **case.kwargs())
@@ -219,7 +219,7 @@ def test_scales_exactly_with_int8():
             run(case)
 
 
-# -- everything at once ----------------------------------------------------------------------
+# -- all options together --------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_any_ragged_batch_with_any_options(pairs, block, window, soft_cap, sunk,
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_new_tokens_behind_cached_ones_in_shuffled_blocks(implementation):
+def test_new_tokens_after_cached_ones_in_shuffled_blocks(implementation):
     case = make([11], [3], spare_columns=0)
     order = np.array([5, 2, 7])
     pages = np.full_like(case.pages, np.nan)
@@ -261,20 +261,20 @@ def test_hits_of_different_lengths_in_one_batch(implementation):
 @pytest.mark.parametrize("changes", [
     dict(window=0), dict(soft_cap=0.0), dict(sinks=jnp.zeros(3)),
 ])  # fmt: skip
-def test_options_that_mean_nothing(changes):
+def test_rejects_invalid_options(changes):
     (name,) = changes
     with pytest.raises(ValueError, match=name):
         run(make([9], [1], max_query_len=1), **changes)
 
 
-def test_queries_that_do_not_fit():
+def test_rejects_queries_that_do_not_fit():
     case: Case = make([9, 6], [4, 2])
     for changes, message in (
-        (dict(q=case.q[:5]), r"\[0, 4, 6\] does not cut 5 queries"),
-        (dict(query_start=jnp.array([0, 4, 2])), r"\[0, 4, 2\] does not cut 6 queries"),
-        (dict(max_query_len=3), "a sequence has 4 queries, more than max_query_len=3"),
+        (dict(q=case.q[:5]), r"exceed the number of queries, 5, got \[0, 4, 6\]"),
+        (dict(query_start=jnp.array([0, 4, 2])), r"must not decrease .*, 6, got \[0, 4, 2\]"),
+        (dict(max_query_len=3), r"max_query_len must be at least 4 .*, got 3"),
         (dict(max_query_len=1), "max_query_len=1 with 6 queries of 2 sequences"),
-        (dict(q=case.q.astype(jnp.int32)), "floating point numbers, got int32"),
+        (dict(q=case.q.astype(jnp.int32)), "floating-point dtype, got int32"),
     ):
         wrong = Case(**(vars(case) | changes))
         with pytest.raises(ValueError, match=message):

@@ -1,7 +1,7 @@
-"""Attention that reads shared prefixes once, against the dense oracle, which knows of no groups.
+"""Cascade attention against the dense oracle, which ignores groups.
 
-Unused slots hold NaN. Of the table only the row of a group's first sequence names the shared
-blocks: in the other rows their columns hold anything.
+Unused slots hold NaN. Only the table row of a group's first sequence holds the shared blocks; in
+the other rows, their columns hold random ids.
 """
 
 import functools
@@ -26,7 +26,7 @@ OPTIONS = dict(soft_cap=0.7, sinks=SINKS)
 
 
 def make_shared(lens, counts, group_start, shared_blocks, *, fill=np.nan, rubbish=True, **kind):
-    """(case, groups); the sequences of a group begin with the same tokens, in the same blocks."""
+    """Returns (case, groups); the sequences of a group share their first tokens and blocks."""
     decode = max(counts, default=1) == 1
     case = make(lens, counts, fill=fill, max_query_len=1 if decode else None, **kind)
     tables, block = np.array(case.tables), case.pages.shape[4]
@@ -60,7 +60,7 @@ def check(case: Case, groups, implementation="xla", **options):
 
 
 def check_gpu(case: Case, groups, **options):
-    """Output within bf16's rounding, the log-sum-exp (of float32 products) far closer."""
+    """Compares the output within bf16 rounding, the log-sum-exp (float32 products) more closely."""
     forget_programs()
     jitted.clear_cache()
     out, lse = run(case, groups, "mosaic_gpu", interpret=RACES, **options)
@@ -73,7 +73,7 @@ def check_gpu(case: Case, groups, **options):
 CASES = {
     "one group": ([40, 37, 50, 33], [1] * 4, [0, 4], [8]),
     "two groups": ([40, 37, 21, 300, 290], [1] * 5, [0, 3, 5], [5, 70]),
-    "some behind the groups": ([40, 37, 9, 0], [1] * 4, [0, 2, 2, 2], [9, 0, 0]),
+    "some after the groups": ([40, 37, 9, 0], [1] * 4, [0, 2, 2, 2], [9, 0, 0]),
     "one between the groups": ([9, 9, 30, 9, 9], [1] * 5, [0, 2, 3, 5], [2, 0, 1]),
     "a group of one": ([41, 1, 7], [1] * 3, [0, 1, 2, 3], [10, 0, 1]),
     "nothing shared": ([9, 0, 17], [1] * 3, [0, 2, 3], [0, 0]),
@@ -87,7 +87,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_groups(name):
-    """Decode steps in shapes that they share, with empty groups and sequences behind their own."""
+    """Decode cases are padded to common shapes with empty groups and sequences."""
     lens, counts, starts, blocks = CASES[name]
     shapes = {}
     if max(counts) == 1:
@@ -101,7 +101,7 @@ def test_groups(name):
 
 
 @pytest.mark.parametrize("name", ["two groups", "chunks"])
-def test_groups_of_the_reference(name):
+def test_groups_with_the_reference(name):
     check(*make_shared(*CASES[name]), "reference", **OPTIONS)
 
 
@@ -117,7 +117,7 @@ def test_padding_tokens_are_zeros():
     assert np.isneginf(lse[7:]).all()
 
 
-def test_where_nothing_is_shared_not_a_bit_changes():
+def test_without_shared_blocks_the_output_is_bit_equal():
     case, groups = make_shared(*CASES["nothing shared"])
     want = run_plain(case, **OPTIONS)
     got = run(case, groups, return_lse=False, **OPTIONS)
@@ -127,7 +127,7 @@ def test_where_nothing_is_shared_not_a_bit_changes():
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_xla_is_the_reference_on_random_groups(data):
-    """Shapes are few, so that they compile once; numbers are anything."""
+    """The shapes are few, so that they compile once; the values are random."""
     sizes = data.draw(st.sampled_from([(1, 2, 1), (2, 0, 1, 1), (4,), (1, 1, 1, 1)]))
     decode = data.draw(st.booleans())
     shared = [data.draw(st.integers(0, 6)) for _ in sizes]
@@ -151,10 +151,10 @@ def test_xla_is_the_reference_on_random_groups(data):
 
 
 def test_the_pages_of_a_prefix_are_read_once(monkeypatch):
-    """Counted by running it: the ids that the loops hand to `read_pages`."""
+    """Counts the ids that the loops pass to `read_pages`."""
     case, groups = make_shared([520, 513, 528, 515], [1] * 4, [0, 4], [32], block=16)
     prefix = np.asarray(case.tables[0, :32])
-    case.tables = case.tables.at[:, 33:].set(0)  # what is not used may be read, and masked
+    case.tables = case.tables.at[:, 33:].set(0)  # unused entries may be read and masked
     read, ids = xla.read_pages, []
 
     def noting(pages, scales, blocks, *rest):
@@ -168,11 +168,11 @@ def test_the_pages_of_a_prefix_are_read_once(monkeypatch):
     np.testing.assert_array_equal(np.bincount(ids)[prefix], 1)
 
 
-# -- the GPU kernels, interpreted, races detected --------------------------------------------
+# -- the GPU kernels, interpreted, with race detection ---------------------------------------
 
 
 @pytest.mark.parametrize(("splits", "kind"), [
-    # A split of two tiles, one of a tile that is cut by the end, one of nothing.
+    # A split of two tiles, one with a partial tile, one without a tile.
     (3, dict(block=64, dim=64, heads=2, kv_heads=1)),
     *(pytest.param(*values, marks=pytest.mark.slow) for values in (
         (1, dict(block=16, dim=64, heads=4, kv_heads=2)),
@@ -192,7 +192,7 @@ def test_decode_on_the_gpu(splits, kind, monkeypatch):
 
 @pytest.mark.slow
 def test_chunks_on_the_gpu():
-    """Rows of a group across two tiles, a ragged end of a prefix, a group without one."""
+    """Rows of a group across two tiles, a ragged end of a prefix, a group without a prefix."""
     case, groups = make_shared(
         [150, 120, 9], [70, 9, 9], [0, 2, 3], [5, 0], dtype=jnp.bfloat16, dim=64, block=16,
         heads=2, kv_heads=1,
@@ -204,14 +204,14 @@ def test_int8_pages_have_no_kernel_for_the_prefix():
     case, groups = make_shared([130, 129], [1, 1], [0, 2], [2], block=64, dim=64,
                                scale_dtype=jnp.float32)  # fmt: skip
     case.q = case.q.astype(jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="prefill reads no int8 pages"):
+    with pytest.raises(NotImplementedError, match="int8 pages are not supported in prefill"):
         run(case, groups, "mosaic_gpu", call=cascade_attention, interpret=RACES)
 
 
 # -- calls -----------------------------------------------------------------------------------
 
 
-def test_groups_change_without_a_new_trace():
+def test_groups_change_without_retracing():
     traces = []
 
     @functools.partial(jax.jit, compiler_options=QUICK)
@@ -233,7 +233,7 @@ def test_groups_change_without_a_new_trace():
     assert len(traces) == 1
 
 
-def test_other_integer_types_are_the_same():
+def test_other_integer_types_give_the_same_result():
     case, groups = make_shared(*CASES["two groups"])
     want = run(case, groups)
     case.lens = np.asarray(case.lens).astype("int16")
@@ -254,22 +254,24 @@ def test_an_empty_batch():
     assert out.shape == (0, 2, 8)
 
 
-def test_a_window_is_refused():
-    with pytest.raises(NotImplementedError, match="window=9: it would end inside"):
+def test_rejects_a_window():
+    with pytest.raises(
+        NotImplementedError, match="window must be None in cascade_attention, got 9"
+    ):
         run(*make_shared(*CASES["one group"]), call=cascade_attention, window=9)
 
 
 @pytest.mark.parametrize(("starts", "blocks", "message"), [
-    ([0, 4], [9], "sequence 3 has 32 tokens before this step, and .* share 9 full blocks of 4"),
-    ([0, 4], [-1], "sequence 0 has 39 tokens .* share -1"),
-    ([1, 4], [2], r"group_start=\[1, 4\] does not cut 4 sequences"),
-    ([0, 3, 2], [2, 2], r"group_start=\[0, 3, 2\] does not cut"),
-    ([0, 5], [2], r"group_start=\[0, 5\] does not cut"),
-    ([0, 4], [2, 2], r"group_start of \(2,\), shared_blocks of \(2,\)"),
-    ([0], [], r"at least one group: group_start of \(1,\)"),
+    ([0, 4], [9], "sequence 3 has 32, its group shares 9 blocks of 4"),
+    ([0, 4], [-1], "shared_blocks must be 0 or more .* sequence 0 has 39, its group shares -1"),
+    ([1, 4], [2], r"must begin with 0 .* the number of sequences, 4, got \[1, 4\]"),
+    ([0, 3, 2], [2, 2], r"not decrease .*, 4, got \[0, 3, 2\]"),
+    ([0, 5], [2], r"exceed the number of sequences, 4, got \[0, 5\]"),
+    ([0, 4], [2, 2], r"must have shapes .*, got \(2,\) and \(2,\)"),
+    ([0], [], r"for G >= 1 groups, got \(1,\) and \(0,\)"),
     ([0.0, 4.0], [2], "group_start must be integers, got float64"),
 ])  # fmt: skip
-def test_groups_that_do_not_fit(starts, blocks, message):
+def test_rejects_groups_that_do_not_fit(starts, blocks, message):
     case, _ = make_shared(*CASES["one group"])
     groups = dict(group_start=np.array(starts), shared_blocks=np.array(blocks, np.int32))
     with pytest.raises(ValueError, match=message):

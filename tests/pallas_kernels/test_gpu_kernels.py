@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernels, interpreted on the CPU with races detected, against the dense oracle.
+"""The Mosaic GPU kernels, interpreted on the CPU with race detection, against the dense oracle.
 
-Unused slots hold NaN throughout, and unused table entries point anywhere. Each grid block costs
-about a millisecond, so that shapes are small and chosen to reach each branch; what differs from
-another test by one size only is marked `slow`.
+All unused slots hold NaN, and unused table entries point anywhere. A grid block costs about a
+millisecond, so shapes are small and chosen to reach each branch; tests that differ from another in
+one size only are marked `slow`.
 """
 
 import jax.numpy as jnp
@@ -32,12 +32,12 @@ BF16_STEP = 2.0**-8  # relative distance of a bfloat16 from its neighbours, at m
 
 
 def run_kernel(case, **options):
-    """Output and log-sum-exp."""
+    """Returns output and log-sum-exp."""
     return run(case, "mosaic_gpu", interpret=RACES, return_lse=True, **options)
 
 
 def check(case, tolerance=2e-2, **options):
-    """Output within bf16's rounding, the log-sum-exp (of float32 products) far closer."""
+    """Compares the output within bf16 rounding, the log-sum-exp (float32 products) more closely."""
     out, lse = run_kernel(case, **options)
     want, want_lse = oracle_with_lse(case, **options)
     np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=tolerance, rtol=tolerance)
@@ -46,7 +46,7 @@ def check(case, tolerance=2e-2, **options):
 
 
 def paged(lens, counts=None, **kind):
-    """A decode step, or a prefill step of so many queries each."""
+    """A decode step, or a prefill step of `counts` queries."""
     kind = dict(dtype=jnp.bfloat16, dim=128, block=16, heads=4, kv_heads=1, fill=np.nan) | kind
     kind = dict(max_query_len=None if counts else 1) | kind
     return make(lens, counts or [1] * len(lens), **kind)
@@ -54,7 +54,7 @@ def paged(lens, counts=None, **kind):
 
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch):
-    """As many as the test says; on a GPU, as many as fill it."""
+    """One split unless the test sets more; on a GPU, as many as fill it."""
     forget_programs()
     monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: 1)
 
@@ -92,7 +92,7 @@ def test_decode_of_float16():
 
 @pytest.mark.parametrize("splits", [3, *slow(2, 7)])
 def test_decode_splits(splits, monkeypatch):
-    """More than there are tiles, too: splits without one add nothing."""
+    """Also with more splits than tiles: splits without a tile add nothing."""
     monkeypatch.setattr(mosaic_gpu, "num_splits", lambda *_: splits)
     check(paged([300, 64, 5], dim=64))
 
@@ -134,7 +134,7 @@ def test_prefill_head_dims(dim):
 
 
 def test_prefill_tiles_of_two_warpgroups():
-    """130 queries: a whole tile, the ragged end of it, and a neighbour that must stay whole."""
+    """130 queries: a whole tile, a ragged end, and a neighbour that must not be overwritten."""
     check(paged([150, 64], [130, 64], dim=64, heads=1))
 
 
@@ -151,7 +151,7 @@ def test_prefill_of_a_few_queries_behind_a_prefix():
 
 @pytest.fixture
 def ampere(monkeypatch):
-    """Kernels are those of an A100: without wgmma, TMA or a fence for it."""
+    """Kernels of an A100, with wgmma, TMA and its fence removed."""
     for name in ("wgmma", "copy_gmem_to_smem", "copy_smem_to_gmem", "commit_smem"):
         monkeypatch.delattr(plgpu, name)
     with target.compile_for("gpu", (8, 0)):
@@ -160,7 +160,7 @@ def ampere(monkeypatch):
 
 @pytest.fixture
 def blackwell(monkeypatch):
-    """Kernels are those of a B200, without wgmma."""
+    """Kernels of a B200, with wgmma removed."""
     monkeypatch.delattr(plgpu, "wgmma")
     with target.compile_for("gpu", (10, 0)):
         yield
@@ -194,7 +194,7 @@ def test_ampere_decode_int8(block, ampere):
 
 @pytest.mark.parametrize("block", [16, *slow(8, 32, 128)])
 def test_ampere_prefill(block, ampere):
-    """A whole tile, the ragged end of it, neighbours, a prefix, padding."""
+    """A whole tile, a ragged end, neighbours, a prefix, padding."""
     case = paged([100, 20, 9, 70], [80, 20, 0, 2], block=block, heads=2, dim=64, padding_tokens=7)
     check(case)
 
@@ -229,25 +229,25 @@ GENERATIONS = ["hopper", *slow("ampere", "blackwell")]
 
 @pytest.fixture
 def generation(request):
-    """The kernels of a generation of GPUs."""
+    """Kernels of one GPU generation."""
     if request.param != "hopper":
         request.getfixturevalue(request.param)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of an infinite K
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # for an infinite K
 @pytest.mark.parametrize("generation", GENERATIONS, indirect=True)
 @pytest.mark.parametrize("decode", [True, False])
 def test_rows_depend_on_their_own_tokens_alone(decode, generation):
-    """Not on their company, on where blocks lie, or on what unused slots hold.
+    """Not on other rows, on the place of blocks, or on the contents of unused slots.
 
-    Equal up to rounding: a processor's matrix product may add up a row in another order when the
-    row is elsewhere in the tile. The log-sum-exp then moves by float32 steps, and a probability
-    that crosses a rounding edge moves the output by one bfloat16 step of the largest V. All checks
-    have the same shapes, and so one program.
+    Equal up to rounding: a matrix product may add up a row in another order if the row is elsewhere
+    in the tile. The log-sum-exp then changes by float32 steps, and a probability that crosses a
+    rounding edge changes the output by one bfloat16 step of the largest V. All checks have the same
+    shapes and share one program.
     """
     if decode:
         lens, counts, kind = [5, 0, 3, 13], None, dict(dim=64, room=36)
-    else:  # 9 new tokens behind hits of 0, 4 and 8
+    else:  # 9 new tokens after hits of 0, 4 and 8
         lens, counts, kind = [9, 13, 17], [9, 9, 9], dict(dim=64, room=36, heads=1)
     case = paged(lens, counts, **kind)
     want, want_lse = check(case)
@@ -260,16 +260,16 @@ def test_rows_depend_on_their_own_tokens_alone(decode, generation):
         np.testing.assert_allclose(got, expected, rtol=BF16_STEP, atol=BF16_STEP * largest)
         np.testing.assert_allclose(lse[: len(at)], want_lse[at], rtol=2e-6, atol=2e-6)
         assert (out[len(at) :] == 0).all()
-    if decode:  # over the edges of blocks, and where nobody has a token
+    if decode:  # across block edges, and without any token
         for lens in ([15, 16, 17, 32], [14, 31, 33, 35], [0, 0, 0, 0]):
             check(paged(lens, **kind))
-    else:  # of 8 keys the last 8, 3 and 1, and padding
+    else:  # the last 8, 3 and 1 of 8 keys, and padding
         check(paged([8, 8, 8], [8, 3, 1], **kind, padding_tokens=15, max_query_len=9))
 
 
 @pytest.mark.parametrize("generation", GENERATIONS, indirect=True)
 @pytest.mark.parametrize("chunks", [[[1] * 10], [[10], [4, 6], [3, 4, 3]]])
-@pytest.mark.parametrize("cached", [0, *slow(60)])  # behind 60, over the edge of a block and a tile
+@pytest.mark.parametrize("cached", [0, *slow(60)])  # 60: across the edge of a block and a tile
 def test_position_9_of_a_window_of_4_sees_6_to_9(cached, chunks, generation):
     kind = dict(dtype=jnp.bfloat16, dim=64, block=64, heads=1, kv_heads=1, room=cached + 10)
     for parts in chunks:
@@ -282,8 +282,8 @@ def test_position_9_of_a_window_of_4_sees_6_to_9(cached, chunks, generation):
 
 @pytest.mark.parametrize("block", [8, 16, 128])
 @pytest.mark.parametrize("window", [None, 20])
-def test_no_page_is_read_but_those_that_hold_what_is_seen(block, window):
-    """A page's number is its column of the table, for lengths over the edges of blocks."""
+def test_only_pages_with_visible_tokens_are_read(block, window):
+    """Each page id is its column of the table; lengths cross block edges."""
     length = np.arange(1, 300)
     first = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
     reader = PageReader.of(jnp.zeros((1, 1, 2, 1, block, 8)), None, jnp.int32(0), stages=2)
@@ -300,8 +300,8 @@ def test_no_page_is_read_but_those_that_hold_what_is_seen(block, window):
 
 
 @pytest.mark.parametrize("splits", [1, *slow(3)])
-def test_prefill_that_is_not_causal(splits, monkeypatch):
-    """Query heads are rows: 3 x 42 and 3 x 2, over 3 tiles and a part of one."""
+def test_non_causal_prefill(splits, monkeypatch):
+    """Query heads are rows: 3 x 42 and 3 x 2 rows, over 3 tiles and a partial one."""
     monkeypatch.setattr(mosaic_gpu, "shared_splits", lambda *_: splits)
     case = paged([210, 20], [42, 2], dim=64, heads=3, block=32, padding_tokens=1)
     check(case, causal=False, soft_cap=1.5, sinks=SINKS[:3])
@@ -309,14 +309,14 @@ def test_prefill_that_is_not_causal(splits, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", ["ampere", *slow("blackwell")])
-def test_prefill_that_is_not_causal_of_other_generations(generation, request, monkeypatch):
+def test_non_causal_prefill_of_other_generations(generation, request, monkeypatch):
     request.getfixturevalue(generation)
     monkeypatch.setattr(mosaic_gpu, "shared_splits", lambda *_: 2)
     check(paged([140, 20], [25, 2], dim=64, heads=3, block=64), causal=False)
 
 
-def test_an_interpreted_call_is_checked_like_any_other():
-    with pytest.raises(NotImplementedError, match="block size 4 is none of"):
+def test_interpreted_calls_are_checked_for_support():
+    with pytest.raises(NotImplementedError, match="block_size=4 is not supported"):
         run(paged([9], block=4), "mosaic_gpu", interpret=RACES)
 
 

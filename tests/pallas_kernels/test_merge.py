@@ -20,7 +20,7 @@ def attention(logits, v, part):
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 30), st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(0, 9))
-def test_parts_merge_to_the_whole_wherever_keys_are_cut(keys, cuts, seed):
+def test_parts_merge_to_the_whole_for_any_split_of_the_keys(keys, cuts, seed):
     rng = np.random.default_rng(seed)
     logits, v = rng.normal(0, 5, keys), rng.normal(size=(keys, 3))
     edges = [0, *sorted(min(c, keys) for c in cuts), keys]
@@ -32,7 +32,7 @@ def test_parts_merge_to_the_whole_wherever_keys_are_cut(keys, cuts, seed):
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
-def test_of_paged_attention_over_a_prefix_and_the_rest():
+def test_merges_paged_attention_over_a_prefix_and_the_rest():
     case = make([37], [1], max_query_len=1)
     want = run(case, return_lse=True)
     parts = []
@@ -47,7 +47,7 @@ def test_of_paged_attention_over_a_prefix_and_the_rest():
 
 
 @pytest.mark.parametrize("rubbish", [0.0, 7.0, np.nan])
-def test_parts_that_saw_nothing_add_nothing(rubbish):
+def test_parts_without_keys_add_nothing(rubbish):
     out = jnp.array([[1.5, -2.0]], jnp.bfloat16)
     outs = jnp.stack([jnp.full_like(out, rubbish), out])
     merged, lse = merge_attention(outs, jnp.array([[-jnp.inf], [80.0]]))
@@ -59,7 +59,7 @@ def test_parts_that_saw_nothing_add_nothing(rubbish):
     assert np.isneginf(lse).all()
 
 
-def test_any_axis(rng):
+def test_merges_along_any_axis(rng):
     outs = jnp.asarray(rng.normal(size=(3, 4, 5, 2)), jnp.float32)
     lses = jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)
     want = merge_attention(jnp.moveaxis(outs, 2, 0), jnp.moveaxis(lses, 2, 0))
@@ -69,6 +69,6 @@ def test_any_axis(rng):
 
 
 @pytest.mark.parametrize(("lses", "axis"), [((2, 3), 0), ((2,), 1), ((2, 1), 0)])
-def test_shapes_that_do_not_fit(lses, axis):
+def test_rejects_shapes_that_do_not_fit(lses, axis):
     with pytest.raises(ValueError, match=r"outs.shape=\(2, 4\)"):
         merge_attention(jnp.zeros((2, 4)), jnp.zeros(lses), axis)

@@ -40,7 +40,7 @@ def test_query_head_reads_its_own_kv_head(implementation, heads, kv_heads, decod
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (33, 2), (4, 0), (2, 4)])
-def test_head_counts_that_do_not_divide(heads, kv_heads):
+def test_rejects_head_counts_that_do_not_divide(heads, kv_heads):
     case = make([9], [1], kv_heads=kv_heads, heads=heads, max_query_len=1)
     with pytest.raises(ValueError, match=f"{heads} query heads .* over {kv_heads} KV heads"):
         run(case)
@@ -51,7 +51,7 @@ def test_head_counts_that_do_not_divide(heads, kv_heads):
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("scale_dtype", [None, jnp.float32])
 def test_unused_slots_change_nothing(implementation, fill, decode, scale_dtype):
-    """Of int8 pages, the unused scales."""
+    """With int8 pages, the scales of unused slots."""
     counts = [1, 1, 1] if decode else [13, 2, 5]
     kind = dict(max_query_len=1 if decode else None, scale_dtype=scale_dtype)
     clean, dirty = make([13, 4, 7], counts, **kind), make([13, 4, 7], counts, fill=fill, **kind)
@@ -104,8 +104,8 @@ def test_moving_blocks_changes_nothing_bit_for_bit(implementation, counts):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("counts", [None, [5, 3, 9]])
-def test_rows_do_not_depend_on_their_order_or_company(implementation, counts):
-    """Not in a bit, in a batch of the same shape."""
+def test_rows_do_not_depend_on_their_order_or_on_other_rows(implementation, counts):
+    """Bit for bit, in a batch of the same shape."""
     case = make([5, 3, 9], counts or [1] * 3, max_query_len=None if counts else 1, fill=np.nan)
     out = run(case, implementation)
     np.testing.assert_allclose(out, oracle(case), atol=2e-5)
@@ -114,7 +114,7 @@ def test_rows_do_not_depend_on_their_order_or_company(implementation, counts):
         np.testing.assert_array_equal(run(pick(case, order), implementation)[: len(want)], want)
 
 
-def test_a_row_alone_in_a_batch_of_one():
+def test_a_row_in_a_batch_of_one():
     case = make([5, 3, 9], [1] * 3, max_query_len=1, fill=np.nan)
     out = run(case)
     for s in range(3):
@@ -124,7 +124,7 @@ def test_a_row_alone_in_a_batch_of_one():
         np.testing.assert_allclose(run(alone), out[s : s + 1], atol=1e-6)
 
 
-def test_other_rows_contents_leave_a_row_bit_equal():
+def test_the_contents_of_other_rows_leave_a_row_bit_equal():
     a, b = (make([9, 14], [1, 1], max_query_len=1) for _ in range(2))
     b.q = b.q.at[1].set(7)
     b.pages = b.pages.at[b.tables[1, :4]].add(3)
@@ -133,7 +133,7 @@ def test_other_rows_contents_leave_a_row_bit_equal():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ids_outside_the_pool_in_unused_entries(implementation):
-    """Whatever the last block holds, to which a -1 would wrap: here nobody's, and there."""
+    """They are ignored, whatever the last block holds, to which -1 would wrap."""
     case = make([6, 3], [1, 1], max_query_len=1)
     case.pages = jnp.pad(case.pages, ((0, 1), *((0, 0),) * 5), constant_values=np.nan)
     before = run(case, implementation)
@@ -141,7 +141,7 @@ def test_ids_outside_the_pool_in_unused_entries(implementation):
     for junk in (-1, 10**6, np.iinfo(np.int32).min):
         case.tables = case.tables.at[0, 2:].set(junk).at[1, 1:].set(junk)
         np.testing.assert_array_equal(run(case, implementation), before)
-    # A row of nothing but padding that claims a length reads the null block.
+    # A row of padding entries with a nonzero length reads the null block.
     case.tables = case.tables.at[1].set(-1)
     out = run(case, implementation)
     assert (out[1] == 0).all()
@@ -184,13 +184,13 @@ METADATA = ("tables", "lens", "query_start")
 
 
 def call(case, **changed):
-    """As it stands, outside jit: inside, JAX has converted the metadata before."""
+    """Calls paged_attention outside jit, since jit converts the metadata before the call."""
     args = (changed.get(name, getattr(case, name)) for name in METADATA)
     return paged_attention(case.q, case.pages, *args, **case.kwargs(), implementation="xla")
 
 
 @pytest.mark.parametrize("kind", ["int16", "uint32", "int64", "uint64"])
-def test_other_integer_types_are_the_same(kind):
+def test_other_integer_types_give_the_same_result(kind):
     case = make([9, 6], [2, 3])
     case.tables = jnp.maximum(case.tables, 0)
     before = call(case)
@@ -201,25 +201,25 @@ def test_other_integer_types_are_the_same(kind):
         np.testing.assert_array_equal(call(case, **on_device), before)
 
 
-def test_what_does_not_fit_32_bits_is_not_cut_off():
-    """JAX keeps the lower half of a NumPy array of 64 bits."""
+def test_rejects_values_that_do_not_fit_32_bits():
+    """JAX alone would keep the lower half of a 64-bit NumPy array."""
     case = make([9, 6], [2, 3])
     for name, message in (("lens", "seq_lens holds 4294967302"), ("query_start", "query_start")):
         with pytest.raises(ValueError, match=message):
             call(case, **{name: np.asarray(getattr(case, name)).astype(np.int64) + 2**32})
     with pytest.raises(ValueError, match="seq_lens holds 2147483654"):
         call(case, lens=np.asarray(case.lens).astype(np.uint32) + np.uint32(2**31))
-    # Ids in unused entries may be anything, and are none of the pool's.
+    # Ids in unused entries may be anything outside the pool.
     far = np.asarray(case.tables).astype(np.int64)
     far[1, 2:] += 2**32
     np.testing.assert_array_equal(call(case, tables=far), call(case))
     case.pages = case.pages.at[0].set(0)
-    far[1] = np.asarray(case.tables)[1].astype(np.int64) + 2**32  # the null block, thus
+    far[1] = np.asarray(case.tables)[1].astype(np.int64) + 2**32  # read as the null block
     assert (call(case, tables=far)[2:] == 0).all()
 
 
 @pytest.mark.parametrize("host", [True, False])
-def test_float_metadata_is_refused(host):
+def test_float_metadata_is_rejected(host):
     case = make([9, 6], [1, 1], max_query_len=1)
     names = {"tables": "block_tables", "lens": "seq_lens", "query_start": "query_start"}
     for name, public in names.items():
@@ -244,7 +244,7 @@ def test_scale():
     np.testing.assert_allclose(half, run(case), atol=1e-6)
 
 
-def test_a_named_implementation_fails_loudly():
+def test_a_named_implementation_that_cannot_run_raises():
     case = make([9], [1], max_query_len=1)
     assert supports("xla") == (True, "")
     for name in ("mosaic_gpu", "nonsense"):

@@ -15,23 +15,23 @@ AMPERE, HOPPER, BLACKWELL = (
 
 
 @pytest.mark.parametrize(("call", "reason"), [
-    (dict(platform="cpu"), "needs an NVIDIA GPU and the platform is 'cpu'"),
-    (dict(platform="gpu", compute_capability=(7, 5)), "10.x (Blackwell), the device has (7, 5)"),
-    (dict(platform="cuda", compute_capability=(12, 0)), "the device has (12, 0)"),
-    (AMPERE | dict(head_dim=80), "on Ampere, head_dim 80 is none of (64, 128, 256)"),
-    (AMPERE | dict(head_dim=256, form="prefill"), "on Ampere, the registers do not hold"),
-    (AMPERE | dict(head_dim=128, form="prefill", causal=False), "head_dim 128 that is not causal"),
-    (HOPPER | dict(head_dim=72), "head_dim 72 is none of (64, 80, 96, 128, 256)"),
-    (HOPPER | dict(block_size=24), "block size 24 is none of (8, 16, 32, 64, 128)"),
-    (HOPPER | dict(group=17), "17 query heads share a KV head"),
-    (HOPPER | dict(dtype=jnp.float32), "pages of float32 are neither"),
-    (HOPPER | dict(dtype=jnp.bfloat16, query_dtype=jnp.float32), "queries of float32 do not fit"),
-    (HOPPER | dict(dtype=jnp.int8, query_dtype=jnp.float32), "queries of float32 do not fit"),
-    (HOPPER | dict(dtype=jnp.int8, form="prefill"), "prefill reads no int8 pages"),
-    (HOPPER | dict(dtype=jnp.int8, head_dim=96), "of int8 pages, head_dim 96"),
-    (HOPPER | dict(dtype=jnp.int8, block_size=16), "of int8 pages, block size 16"),
+    (dict(platform="cpu"), "needs an NVIDIA GPU, got platform 'cpu'"),
+    (dict(platform="gpu", compute_capability=(7, 5)), "10.x (Blackwell), got (7, 5)"),
+    (dict(platform="cuda", compute_capability=(12, 0)), "got (12, 0)"),
+    (AMPERE | dict(head_dim=80), "head_dim=80 is not supported on Ampere (one of 64, 128, 256)"),
+    (AMPERE | dict(head_dim=256, form="prefill"), "head_dim=256 is not supported in prefill on"),
+    (AMPERE | dict(head_dim=128, form="prefill", causal=False), "in non-causal prefill on Ampere"),
+    (HOPPER | dict(head_dim=72), "head_dim=72 is not supported (one of 64, 80, 96, 128, 256)"),
+    (HOPPER | dict(block_size=24), "block_size=24 is not supported (one of 8, 16, 32, 64, 128)"),
+    (HOPPER | dict(group=17), "17 query heads per KV head are not supported (at most 16)"),
+    (HOPPER | dict(dtype=jnp.float32), "pages of float32 are not supported (one of bfloat16"),
+    (HOPPER | dict(dtype=jnp.bfloat16, query_dtype=jnp.float32), "queries of float32 are not"),
+    (HOPPER | dict(dtype=jnp.int8, query_dtype=jnp.float32), "queries of float32 are not"),
+    (HOPPER | dict(dtype=jnp.int8, form="prefill"), "int8 pages are not supported in prefill"),
+    (HOPPER | dict(dtype=jnp.int8, head_dim=96), "head_dim=96 is not supported with int8 pages"),
+    (HOPPER | dict(dtype=jnp.int8, block_size=16), "block_size=16 is not supported with int8"),
 ])  # fmt: skip
-def test_the_gpu_kernel_says_why_not(call, reason):
+def test_unsupported_calls_of_the_gpu_kernel_have_a_reason(call, reason):
     runs, why = supports("mosaic_gpu", **call)
     assert not runs
     assert reason in why
@@ -40,7 +40,7 @@ def test_the_gpu_kernel_says_why_not(call, reason):
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL])
-def test_the_gpu_kernel_runs_on_hopper_and_blackwell(gpu):
+def test_the_gpu_kernel_supports_hopper_and_blackwell(gpu):
     float_pages = dict(dtype=jnp.bfloat16, query_dtype=jnp.bfloat16)
     for head_dim, block_size in itertools.product(support.HEAD_DIMS, support.BLOCK_SIZES):
         call = dict(head_dim=head_dim, block_size=block_size, group=16, **gpu, **float_pages)
@@ -50,7 +50,7 @@ def test_the_gpu_kernel_runs_on_hopper_and_blackwell(gpu):
     assert supports("mosaic_gpu", **call) == (True, "")
 
 
-def test_the_gpu_kernel_runs_on_ampere():
+def test_the_gpu_kernel_supports_ampere():
     for kind in (
         dict(head_dim=256, form="decode"),
         dict(head_dim=128, form="prefill", causal=True),
@@ -60,42 +60,42 @@ def test_the_gpu_kernel_runs_on_ampere():
         assert supports("mosaic_gpu", group=16, **(AMPERE | kind)) == (True, "")
 
 
-def test_an_unknown_name():
+def test_an_unknown_implementation_has_a_reason():
     assert "'nonsense'" in supports("nonsense")[1]
 
 
 @pytest.fixture
 def device():
-    """Traces as if for a device of some platform and compute capability."""
+    """Traces for a device of a given platform and compute capability."""
     support._warn_once.cache_clear()
     yield target.compile_for
     support._warn_once.cache_clear()
 
 
-def test_another_gpu_falls_back_and_says_so_once(device):
+def test_fallback_on_another_gpu_warns_once(device):
     with device("gpu", (7, 5)):
         with pytest.warns(
-            PagedAttentionFallbackWarning, match=r"the device has \(7, 5\)\. It runs"
+            PagedAttentionFallbackWarning, match=r"falls back to XLA.* got \(7, 5\)\. Pass"
         ):
             assert support.choose(None, interpret=False) == "xla"
         assert support.choose(None, interpret=False) == "xla"  # a second warning would be an error
         assert support.choose("xla", interpret=False) == "xla"
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])  # AMD's has no pair of numbers
-def test_nobody_is_told_where_there_is_no_cuda_device(device, platform):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])  # an AMD GPU has no compute capability here
+def test_fallback_without_a_cuda_device_does_not_warn(device, platform):
     with device(platform), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert support.choose(None, interpret=False) == "xla"
 
 
 @pytest.mark.parametrize("compute_capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3)])
-def test_other_gpus_take_the_kernel(device, compute_capability):
+def test_supported_gpus_select_the_kernel(device, compute_capability):
     with device("gpu", compute_capability):
         assert support.choose(None, interpret=False, head_dim=128, block_size=16) == "mosaic_gpu"
 
 
-def test_the_default_runs():
+def test_the_default_implementation_runs():
     run(make([9], [1], max_query_len=1), None)
 
 

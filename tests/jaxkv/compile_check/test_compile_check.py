@@ -315,7 +315,7 @@ def test_other_gpus(tmp_path):
         assert row["broken"] == []
         if gpu == "a100" and "head 80" in program:
             assert row["attention"] == "xla"
-            assert row["fallback"].startswith("on Ampere, head_dim 80 is none of")
+            assert row["fallback"].startswith("head_dim=80 is not supported on Ampere")
         else:
             assert row["attention"] == "mosaic_gpu"
             assert row["kernels"] == (2 if program == both else 1)
