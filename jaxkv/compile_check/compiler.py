@@ -1,8 +1,8 @@
-"""Compiles steps for GPUs that are not there. Runs as a process of its own: `Compiler`.
+"""Ahead-of-time compilation for GPUs you do not have, in a separate process.
 
-That process imports the library once and then forks for every step: what the C++ side prints can
-then be told apart, a compiler that dies takes one row with it, and no step finds its kernel already
-compiled by another (the compiler prints nothing about a kernel that it has in its cache).
+The process imports the library once and then forks for every step. This keeps the output of the C++
+side apart per step, limits the damage of a compiler crash to one row, and prevents a step from
+finding its kernel already compiled (the compiler prints nothing about a kernel in its cache).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from jaxkv.pallas_kernels.target import compile_for
 WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the process itself runs on the CPU
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no driver and no cuDNN: only the compiler is wanted
-    "JAX_ENABLE_COMPILATION_CACHE": "0",  # what is found there prints nothing
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the compiler needs neither driver nor cuDNN
+    "JAX_ENABLE_COMPILATION_CACHE": "0",  # cached kernels print nothing
     "OPENBLAS_NUM_THREADS": "1",  # a process with threads must not fork
     "MOSAIC_GPU_DUMP_PTXAS": "1",  # registers and spills
     "MOSAIC_GPU_DUMP_PTX": "1",  # threads of a thread block
     "MOSAIC_GPU_DUMP_RESOURCES": "1",  # shared memory
 }
-_AT_ONCE = 8  # compilers; each takes a core and up to 1 GB
+_AT_ONCE = 8  # concurrent compilers; each takes a core and up to 1 GB
 
 
 def check_wheels() -> None:
-    """Whether the compiler is installed, in jax's own version.
+    """Checks that the compiler is installed, in jax's version.
 
     Raises:
-      ConfigError: it is not; the message names the command that installs it.
+      ConfigError: it is not; the error gives the command that installs it.
     """
     wanted = importlib.metadata.version("jax")
     for wheel in WHEELS:
@@ -69,19 +69,19 @@ def check_wheels() -> None:
             found = None
         if found != wanted:
             raise ConfigError(
-                f"compiling for a GPU needs {wheel} {wanted}, as jax is, but "
-                f"{'it is not installed' if found is None else f'{found} is installed'}; "
+                f"compiling for a GPU needs {wheel} {wanted}, the version of jax, but "
+                f"{'it is not installed' if found is None else f'{found} is installed'}: "
                 f"run `uv run --group aot jaxkv compile-check`, or "
                 f'`pip install "jax[cuda13-local]=={wanted}"` and then `jaxkv compile-check`'
             )
 
 
 def compile_all(jobs: Sequence[tuple[str, str]]) -> Iterator[Row]:
-    """Compiles (target, program) pairs, several at once; rows come as they are done.
+    """Compiles (target, program) pairs, several at once; yields rows as they are finished.
 
     Raises:
       ConfigError: the compiler is not installed.
-      JaxkvError: the process that compiles ended early.
+      JaxkvError: the compiling process ended early.
     """
     check_wheels()
     with subprocess.Popen(
@@ -95,19 +95,23 @@ def compile_all(jobs: Sequence[tuple[str, str]]) -> Iterator[Row]:
             for _ in jobs:
                 yield pickle.load(process.stdout)
         except EOFError:
-            raise JaxkvError(f"the compiling process ended with {process.wait()}") from None
+            raise JaxkvError(
+                f"the compiling process exited early with status {process.wait()}"
+            ) from None
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
 def main() -> None:
-    """The process that compiles: pickled rows on standard output."""
+    """Entry point of the compiling process; writes pickled rows to standard output."""
     waiting = json.loads(sys.argv[1])
     every, running = programs(), {}
     while waiting or running:
         while waiting and len(running) < min(_AT_ONCE, os.cpu_count() or 1):
-            target, name = waiting.pop()  # from the end, where the whole models are: longest first
+            target, name = (
+                waiting.pop()
+            )  # from the end: whole models, which take longest, come last
             job = _Job(Target.load(target), every[name])
             running[job.process.sentinel] = job
         for sentinel in multiprocessing.connection.wait(running):
@@ -116,11 +120,11 @@ def main() -> None:
 
 
 class _Job:
-    """A step that is being compiled in a process of its own."""
+    """A step that is compiled in a separate process."""
 
     def __init__(self, target: Target, program: Program):
         self._empty = Row(target.name, program.name, program.num_devices, program.pool_bytes)
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, lives as we do
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, lives as long as the job
         context = multiprocessing.get_context("fork")
         self._rows, sender = context.Pipe(duplex=False)
         self.process = context.Process(
@@ -130,16 +134,16 @@ class _Job:
         sender.close()
 
     def row(self) -> Row:
-        """What became of it."""
+        """Returns the row of the step, or of its error."""
         try:
             return self._rows.recv()
         except EOFError:
             self.process.join()
             self._log.seek(0)
             printed = self._log.read().strip().splitlines() or ["it printed nothing"]
-            # A stack trace may follow what LLVM or XLA had to say.
+            # A stack trace may follow the error of LLVM or XLA.
             said = [line for line in printed if re.search(r"\b(ERROR|FATAL|Check failed)\b", line)]
-            died = f"the compiler died with {self.process.exitcode}: {(said or printed)[-1]}"
+            died = f"the compiler exited with {self.process.exitcode}: {(said or printed)[-1]}"
             return dataclasses.replace(self._empty, error=died)
 
 
@@ -148,7 +152,7 @@ def _compile(target: Target, program: Program, row: Row, log: TextIO, rows: Conn
         os.dup2(log.fileno(), descriptor)
     try:
         row = _compiled(target, program, row, log)
-    except Exception as error:  # whatever it is, it belongs into the table
+    except Exception as error:  # any error is a row of the table
         row = dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
     rows.send(row)
 
@@ -166,7 +170,7 @@ def _compiled(target: Target, program: Program, row: Row, log: TextIO) -> Row:
         with jax.default_device(devices[0]):
             compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
     seconds = time.perf_counter() - began
-    ctypes.CDLL(None).fflush(None)  # what C++ printed is still in its buffers
+    ctypes.CDLL(None).fflush(None)  # the output of C++ is still in its buffers
     log.seek(0)
     resources = Resources.parse(log.read())
     blocks = resources and resources.blocks_per_sm(target)

@@ -1,6 +1,6 @@
-"""What is compiled: operations on the pool, kernels, steps of whole models and over eight GPUs.
+"""Programs to compile: operations on the pool, kernels, steps of whole models and over eight GPUs.
 
-Shapes only: no weight and no pool is ever made.
+Shapes only: neither weights nor a pool are allocated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODELS = {
 }  # fmt: skip
 _MODEL_OF_HEAD_DIM = {config.head_dim: config for config in _MODELS.values()}
 
-# form, head_dim (whose model gives the numbers of heads), block size, dtype of the pages
+# form, head_dim (which selects the model that gives the numbers of heads), block size, page dtype
 _KERNELS: tuple[tuple[Form, int, int, str], ...] = (
     ("decode", 64, 16, "bfloat16"),
     ("decode", 64, 64, "bfloat16"),
@@ -58,29 +58,29 @@ _KERNELS: tuple[tuple[Form, int, int, str], ...] = (
     ("prefill", 96, 16, "bfloat16"),
     ("prefill", 256, 16, "bfloat16"),
 )
-_CASCADES = ((64, 16, "bfloat16"), (128, 16, "bfloat16"))  # likewise
-_POOL_BYTES = 40 * 2**30  # of each GPU: more than 2^31 elements, and than all else of a step
+_CASCADES = ((64, 16, "bfloat16"), (128, 16, "bfloat16"))  # head_dim, block size, page dtype
+_POOL_BYTES = 40 * 2**30  # per GPU: more than 2^31 elements, and than the rest of a step
 _MAX_LEN = 2048
 _DECODE_SEQS = 64
 _PREFILL_TOKENS, _PREFILL_SEQS = 512, 8
-_MOVED_BLOCKS = 32  # by an operation
+_MOVED_BLOCKS = 32  # blocks per operation
 _KERNEL_LAYERS = 2  # more than one, so that a layer is not the whole pool
-_SHARDED_LAYERS = 4  # each is compiled for itself: more would say the same
+_SHARDED_LAYERS = 4  # layers compile separately, more would show the same
 
 _WHOLE, _BY_HEADS = PartitionSpec(), PartitionSpec(None, "heads")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What to compile: `function(pool or state, *args)`, its first argument donated.
+    """A function to compile, `function(pool or state, *args)`, with its first argument donated.
 
     Attributes:
-      name: what the table calls it.
-      kind: "operation" on the pool, "kernel" (attention of one layer), or "step" (of all layers).
-      num_devices: GPUs it runs on.
-      pool: pages, and scales if there are any; all devices together.
-      call: of `supports`, what it attends with; None if it does not attend.
-      build: function and abstract arguments on a mesh of `num_devices`.
+      name: name in the table.
+      kind: "operation" on the pool, "kernel" (attention of one layer) or "step" (all layers).
+      num_devices: GPUs that the program runs on.
+      pool: pages and, if quantised, scales; all devices together.
+      call: arguments of `supports` for its attention; None without attention.
+      build: returns the function and its abstract arguments on a mesh of `num_devices`.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Program:
 
 
 def programs() -> dict[str, Program]:
-    """All programs by name, the small ones first."""
+    """Returns all programs by name, small ones first."""
     models = [(name, config) for name, config in _MODELS.items()]
     listed = _operations()
     listed += [_kernel(*row) for row in _KERNELS]
@@ -113,7 +113,7 @@ def programs() -> dict[str, Program]:
 
 
 def _operations() -> list[Program]:
-    """What changes or moves blocks of Llama-3-8B's pool."""
+    """Operations that write or move blocks of Llama-3-8B's pool."""
     config = _MODELS["Llama-3-8B"]
     state = _state(config, jaxkv.CacheConfig.block_size, "bfloat16")
     quantised = _state(config, 64, "int8")
@@ -151,7 +151,7 @@ def _operations() -> list[Program]:
 
 
 def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
-    """K and V of a step's tokens into the pool, and attention, in one layer of several."""
+    """Writes K and V of a step's tokens and attends, in one layer of several."""
     like = _MODEL_OF_HEAD_DIM.get(head_dim, _MODELS["Llama-3-8B"])
     config = dataclasses.replace(like, head_dim=head_dim, num_layers=_KERNEL_LAYERS)
     state = _state(config, block_size, dtype)
@@ -173,7 +173,7 @@ def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
 
 
 def _cascade(head_dim: int, block_size: int, dtype: str) -> Program:
-    """Decode attention in one layer of several, over prefixes that sequences share."""
+    """Cascade attention of a decode step, in one layer of several."""
     config = dataclasses.replace(_MODEL_OF_HEAD_DIM[head_dim], num_layers=_KERNEL_LAYERS)
     state = _state(config, block_size, dtype)
 
@@ -195,7 +195,7 @@ def _cascade(head_dim: int, block_size: int, dtype: str) -> Program:
 
 
 def _model_step(form: Form, name: str, config: LlamaConfig) -> Program:
-    """The library's own model, all of its layers."""
+    """A step of the library's model, all layers."""
     state = _state(config, jaxkv.CacheConfig.block_size, "bfloat16")
 
     def build(mesh: Mesh):
@@ -254,7 +254,7 @@ def _sharded(form: Form, name: str, config: LlamaConfig, num_devices: int) -> Pr
 
 
 def _state(config: LlamaConfig, block_size: int, dtype: str, num_devices: int = 1):
-    """A cache with pages of `_POOL_BYTES` on each device; beside int8 pages, float32 scales."""
+    """State with `_POOL_BYTES` of pages on each device; int8 pages have float32 scales."""
     cache = jaxkv.CacheConfig.for_model(
         config, memory_bytes=_POOL_BYTES * num_devices, max_len=_MAX_LEN, block_size=block_size,
         max_seqs=_DECODE_SEQS, dtype=dtype,
@@ -267,7 +267,7 @@ def _pool(state: jaxkv.PagedState) -> tuple[Any, ...]:
 
 
 def _call(config: LlamaConfig, form: Form, state: jaxkv.PagedState, query_dtype: str):
-    """Of `supports`."""
+    """Arguments of `supports`."""
     return dict(
         head_dim=config.head_dim,
         block_size=PoolShape.of(state.kv_pages).block_size,
@@ -289,7 +289,7 @@ def _batch(form: Form) -> jaxkv.Batch:
 
 
 def _on(mesh: Mesh, tree: Any, specs: Any = _WHOLE) -> Any:
-    """The tree's shapes, laid out on the mesh; specs are of the tree or of its leading parts."""
+    """Shapes of the tree, sharded over the mesh; specs match the tree or a prefix of it."""
 
     def shaped(spec: PartitionSpec, part: Any) -> Any:
         sharding = NamedSharding(mesh, spec)

@@ -1,4 +1,4 @@
-"""What the compiler said, in numbers: resources, thread blocks that fit, limits that are broken."""
+"""Compiler results in numbers: resources, thread blocks per SM, violated limits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rich.table import Table
 from jaxkv.compile_check.targets import Target
 
 _WARP = 32
-_REGISTERS_OF_WARP = 256  # registers are given to warps in pieces of this size
-_RESERVED_SHARED = 1024  # bytes that the driver keeps in every thread block, compute 8.0 and above
-_MAX_BLOCKS = 32  # resident in one SM, compute 8.0, 9.0 and 10.0
+_REGISTERS_OF_WARP = 256  # allocation unit of a warp's registers
+_RESERVED_SHARED = 1024  # bytes that the driver reserves per thread block, compute 8.0 and above
+_MAX_BLOCKS = 32  # thread blocks resident on one SM, compute 8.0, 9.0 and 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a thread block takes; of several kernels in one step, the most of each.
+    """Resources of a thread block; with several kernels in one step, the maximum of each.
 
     Attributes:
-      registers: of a thread.
-      spill_bytes: stored and loaded again for want of registers, all kernels together.
-      shared_bytes: shared memory.
-      threads: of a thread block.
+      registers: registers per thread.
+      spill_bytes: bytes stored and loaded by register spills, summed over all kernels.
+      shared_bytes: bytes of shared memory.
+      threads: threads per thread block.
     """
 
     registers: int
@@ -36,7 +36,7 @@ class Resources:
 
     @classmethod
     def parse(cls, output: str) -> Resources | None:
-        """From what Mosaic GPU and ptxas print; None when no kernel was compiled."""
+        """Parses the output of Mosaic GPU and ptxas; None if no kernel was compiled."""
         registers = re.findall(r"Used (\d+) registers", output)
         if not registers:
             return None
@@ -51,7 +51,7 @@ class Resources:
         )
 
     def blocks_per_sm(self, target: Target) -> int:
-        """Thread blocks that one SM of the target holds at once."""
+        """Thread blocks that fit one SM of the target at once."""
         warps = -(-self.threads // _WARP)
         registers = -(-self.registers * _WARP // _REGISTERS_OF_WARP) * _REGISTERS_OF_WARP * warps
         if self.shared_bytes > target.shared_bytes_per_block:
@@ -65,7 +65,7 @@ class Resources:
 
 
 def _barrier_bytes(counts: str) -> int:
-    """Each barrier takes 8 bytes of shared memory behind the scratch."""
+    """Bytes of shared memory of the barriers, 8 each, which follow the scratch."""
     return 8 * sum(
         int(barriers) * int(count)
         for barriers, count in re.findall(r"num_barriers=(\d+)[^:]*\): (\d+)", counts)
@@ -73,19 +73,19 @@ def _barrier_bytes(counts: str) -> int:
 
 
 def count_kernels(hlo: str) -> int:
-    """Calls of Mosaic GPU kernels in a compiled module."""
+    """Counts the calls of Mosaic GPU kernels in a compiled module."""
     return hlo.count('custom_call_target="mosaic_gpu')
 
 
 def count_pool_copies(hlo: str, pool_elements: Collection[int]) -> int:
-    """Instructions of a compiled module that copy or transpose something of the pool's size."""
+    """Counts the instructions that copy or transpose an array of the pool's size."""
     moved = re.findall(r"= \(?\w+\[([\d,]+)\][^=]* (?:copy|copy-start|transpose)\(", hlo)
     return sum(_elements(shape) in pool_elements for shape in moved)
 
 
 def count_atomic_scatters(hlo: str, pool_elements: Collection[int]) -> int:
-    """Scatters into the pool whose indices may repeat: XLA then writes elements of fewer than 32
-    bits one by one, each with a compare-and-swap."""
+    """Counts the scatters into the pool whose indices may repeat: XLA then writes elements of fewer
+    than 32 bits one by one, each with a compare-and-swap."""
     scatters = re.findall(r"= \w+\[([\d,]+)\]\S* scatter\((.*)", hlo)
     return sum(
         _elements(shape) in pool_elements and "unique_indices=true" not in rest
@@ -99,25 +99,26 @@ def _elements(shape: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One program compiled for one target. What does not apply, or is not known, is None.
+    """One program compiled for one target. Values that do not apply or are unknown are None.
 
     Attributes:
       target: name of the GPU.
-      program: its name.
-      num_devices: GPUs that it runs on.
-      pool_bytes: of the cache, on one GPU, as are all bytes here.
-      attention: what attends: "mosaic_gpu" or "xla"; None for an operation that does not.
+      program: name of the program.
+      num_devices: GPUs that the program runs on.
+      pool_bytes: bytes of the pool on one GPU; all byte counts here are per GPU.
+      attention: implementation of attention, "mosaic_gpu" or "xla"; None without attention.
       kernels: calls of Mosaic GPU kernels.
-      fallback: why it is not a kernel.
-      error: why it does not compile.
-      resources: of the kernels.
+      fallback: reason why attention does not use a kernel.
+      error: reason why the program does not compile.
+      resources: resources of the kernels.
       blocks_per_sm: thread blocks that fit one SM.
-      bytes_in_flight: of one SM: what the kernel declares, times the thread blocks that fit.
-      alias_bytes: of the arguments, reused for the results.
+      bytes_in_flight: bytes in flight per SM: those that the kernel declares, times the thread
+        blocks that fit.
+      alias_bytes: bytes of the arguments that are reused for the results.
       pool_copies: instructions that copy the pool.
       atomic_scatters: scatters into the pool that compare and swap each element.
-      temp_bytes: beside arguments and results.
-      seconds: it took to trace and compile, beside others.
+      temp_bytes: bytes of temporary memory, without arguments and results.
+      seconds: time to trace and compile, while other programs compile too.
     """
 
     target: str
@@ -139,35 +140,37 @@ class Row:
 
     @property
     def broken(self) -> list[str]:
-        """The promises that this row breaks."""
+        """Limits that this row violates, each with its numbers."""
         if self.error is not None:
             return [f"does not compile: {self.error.splitlines()[0]}"]
         broken = []
         if self.attention is not None and self.fallback is None and not self.kernels:
-            broken.append("a kernel claims to support this, but the step calls none")
+            broken.append("a kernel supports this call, but the step calls none")
         if self.kernels and self.resources is None:
-            broken.append("the compiler did not say what its kernels take")
+            broken.append("the compiler did not report the resources of its kernels")
         if self.resources and self.resources.spill_bytes:
-            broken.append(f"{self.resources.spill_bytes} bytes of registers spill")
+            broken.append(f"registers spill {self.resources.spill_bytes} bytes")
         if self.blocks_per_sm == 0:
-            broken.append("no thread block fits an SM")
+            broken.append("its thread block does not fit an SM")
         if self.alias_bytes is not None and self.alias_bytes < self.pool_bytes:
-            broken.append(f"{self.alias_bytes} bytes aliased, the pool has {self.pool_bytes}")
+            broken.append(
+                f"only {self.alias_bytes} of the pool's {self.pool_bytes} bytes are aliased"
+            )
         if self.pool_copies:
             broken.append(f"{self.pool_copies} copies of the pool")
         if self.atomic_scatters:
             broken.append(f"{self.atomic_scatters} scatters compare and swap each element")
         if self.temp_bytes is not None and self.temp_bytes >= self.pool_bytes:
-            broken.append(f"{self.temp_bytes} temporary bytes, as many as the pool or more")
+            broken.append(f"{self.temp_bytes} temporary bytes, not less than the pool")
         return broken
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the row as a dict for JSON."""
         return dataclasses.asdict(self) | {"broken": self.broken}
 
 
 def table(target: Target, rows: Sequence[Row]) -> Table:
-    """The rows of one target."""
+    """Table of the rows of one target."""
     major, minor = target.compute_capability
     reasons = sorted({row.fallback for row in rows if row.fallback})
     table = Table(
@@ -202,5 +205,5 @@ def table(target: Target, rows: Sequence[Row]) -> Table:
 
 
 def _number(value: float | None, unit: int = 1) -> str:
-    """At most one decimal, and none that says nothing."""
+    """Formats a value with at most one decimal, dropping ".0"; "-" for None."""
     return "-" if value is None else f"{value / unit:,.1f}".removesuffix(".0")

@@ -1,4 +1,4 @@
-"""The GPUs that steps are compiled for: one text file each, in the compiler's own format."""
+"""GPUs that steps can be compiled for: one text file each, in the compiler's format."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NAMES = tuple(sorted(file.stem for file in _FOLDER.glob("*.txtpb")))
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU as the compiler knows it; the limits are those of one multiprocessor (SM).
+    """The compiler's description of a GPU; limits are per multiprocessor (SM).
 
     Attributes:
-      name: of its file.
-      text: what the compiler is given.
+      name: name of the GPU and its file.
+      text: description in the compiler's format.
       compute_capability: (major, minor).
       registers: 32-bit registers.
-      threads: that can be resident.
-      shared_bytes: shared memory of all resident thread blocks together.
-      shared_bytes_per_block: the most that one thread block can have.
+      threads: maximum of resident threads.
+      shared_bytes: bytes of shared memory of all resident thread blocks together.
+      shared_bytes_per_block: maximum bytes of shared memory of one thread block.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Target:
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """The target of this name.
+        """Returns the target of this name.
 
         Raises:
-          ConfigError: there is no such target, or its file lacks a field.
+          ConfigError: the name is unknown, or its file lacks a field.
 
         Example:
           >>> from jaxkv.compile_check.targets import Target
@@ -49,12 +49,12 @@ class Target:
           (9, 0)
         """
         if name not in NAMES:
-            raise ConfigError(f"unknown GPU {name!r}; one of {', '.join(NAMES)}")
+            raise ConfigError(f"GPU must be one of {', '.join(NAMES)}, got {name!r}")
         text = (_FOLDER / f"{name}.txtpb").read_text()
 
         def number(field: str) -> int:
             if (match := re.search(rf"^[^#\n]*\b{field}: (\d+)", text, re.MULTILINE)) is None:
-                raise ConfigError(f"the description of {name} lacks {field}")
+                raise ConfigError(f"the description of GPU {name!r} lacks {field}")
             return int(match[1])
 
         return cls(
@@ -71,7 +71,7 @@ class Target:
         )
 
     def devices(self, count: int) -> list[Any]:
-        """`count` JAX devices, to compile for and not to run on. Needs the compiler's plugin."""
+        """`count` JAX devices for compilation only. Needs the compiler's plugin."""
         from jax.experimental import topologies
 
         return topologies.get_topology_desc(

@@ -1,4 +1,4 @@
-"""`jaxkv compile-check`: what is read from the compiler and, where it is installed, the command."""
+"""`jaxkv compile-check`: parsing of the compiler's output and, where installed, the command."""
 
 import dataclasses
 import importlib.metadata
@@ -28,7 +28,7 @@ from jaxkv.compile_check.report import (
 from jaxkv.compile_check.targets import Target
 from jaxkv.errors import ConfigError
 
-# What Mosaic GPU and ptxas print about two kernels.
+# Output of Mosaic GPU and ptxas about two kernels.
 OUTPUT = """\
 Resources(smem_scratch_bytes=105472, tmem_scratch_cols=0, tmem_collective_scratch_cols=0, \
 barrier_counts=Counter({Barrier(arrival_count=4, num_barriers=3, orders_tensor_core=False): 2, \
@@ -55,10 +55,10 @@ GOOD = Row(
 )  # fmt: skip
 
 
-# -- what the compiler says ------------------------------------------------------------------
+# -- the output of the compiler --------------------------------------------------------------
 
 
-def test_resources_are_the_most_of_the_kernels_and_spills_their_sum():
+def test_resources_are_the_maximum_over_kernels_and_spills_their_sum():
     assert Resources.parse(OUTPUT) == Resources(
         registers=168, spill_bytes=36, shared_bytes=105472 + 8 * (2 * 3 + 2 * 3 + 1), threads=384
     )
@@ -85,11 +85,11 @@ def test_without_a_kernel_there_are_no_resources():
         ("h200", {"registers": 255, "threads": 512}, 0, "512 threads have 128 registers each"),
     ],
 )
-def test_thread_blocks_that_fit(gpu, change, blocks, why):
+def test_thread_blocks_per_sm(gpu, change, blocks, why):
     assert dataclasses.replace(FITS, **change).blocks_per_sm(Target.load(gpu)) == blocks, why
 
 
-def test_only_copies_of_the_pool_count():
+def test_only_copies_of_the_pool_are_counted():
     hlo = """
     %copy.1 = bf16[8,2,2,1,16,64]{5,4,3,2,1,0} copy(%param_0)
     %copy-start = (bf16[32,1,16,64]{3,2,1,0}, bf16[32,1,16,64]{3,2,1,0}, u32[]) copy-start(%p)
@@ -102,7 +102,7 @@ def test_only_copies_of_the_pool_count():
     assert count_pool_copies(hlo, {7}) == 0
 
 
-def test_scatters_whose_indices_may_repeat_count():
+def test_scatters_whose_indices_may_repeat_are_counted():
     hlo = """
     %a = bf16[32,16,64]{2,1,0} scatter(%p, %i, %x), index_vector_dim=1, to_apply=%region
     %b = bf16[32,16,64]{2,1,0} scatter(%p, %i, %x), unique_indices=true, to_apply=%region
@@ -116,10 +116,10 @@ def test_kernels_are_counted_by_their_custom_calls():
     assert count_kernels(2 * call + 'custom_call_target="__cublas$gemm"') == 2
 
 
-# -- promises --------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------
 
 
-def test_a_good_row_breaks_nothing():
+def test_a_good_row_violates_no_limit():
     assert GOOD.broken == []
     assert dataclasses.replace(GOOD, fallback="no kernel", kernels=0, resources=None).broken == []
     assert dataclasses.replace(GOOD, attention=None, kernels=0, resources=None).broken == []
@@ -129,21 +129,21 @@ def test_a_good_row_breaks_nothing():
     ("change", "message"),
     [
         ({"error": "ValueError: 7 is odd\nmore"}, "does not compile: ValueError: 7 is odd"),
-        ({"resources": dataclasses.replace(FITS, spill_bytes=36)}, "36 bytes of registers spill"),
-        ({"blocks_per_sm": 0}, "no thread block fits an SM"),
-        ({"alias_bytes": 100}, "100 bytes aliased, the pool has 2048"),
+        ({"resources": dataclasses.replace(FITS, spill_bytes=36)}, "registers spill 36 bytes"),
+        ({"blocks_per_sm": 0}, "its thread block does not fit an SM"),
+        ({"alias_bytes": 100}, "only 100 of the pool's 2048 bytes are aliased"),
         ({"pool_copies": 2}, "2 copies of the pool"),
         ({"atomic_scatters": 3}, "3 scatters compare and swap each element"),
-        ({"temp_bytes": 2048}, "2048 temporary bytes, as many as the pool or more"),
-        ({"kernels": 0}, "a kernel claims to support this, but the step calls none"),
-        ({"resources": None}, "the compiler did not say what its kernels take"),
+        ({"temp_bytes": 2048}, "2048 temporary bytes, not less than the pool"),
+        ({"kernels": 0}, "a kernel supports this call, but the step calls none"),
+        ({"resources": None}, "the compiler did not report the resources of its kernels"),
     ],
 )
-def test_a_broken_promise_is_named_with_numbers(change, message):
+def test_a_violated_limit_is_reported_with_numbers(change, message):
     assert dataclasses.replace(GOOD, **change).broken == [message]
 
 
-def test_the_table_shows_the_numbers_and_why_there_is_no_kernel():
+def test_the_table_shows_the_numbers_and_the_fallback_reasons():
     rows = [GOOD, dataclasses.replace(GOOD, program="other", kernels=0, attention="xla",
                                       resources=None, blocks_per_sm=None, bytes_in_flight=None,
                                       fallback="group 9 is too large")]  # fmt: skip
@@ -175,12 +175,12 @@ def test_targets(name, capability, shared_kib):
     assert (target.registers, target.threads) == (65536, 2048)
 
 
-def test_every_target_is_tested():
+def test_the_list_of_targets():
     assert targets.NAMES == ("a100", "b200", "h100", "h200")
 
 
 def test_an_unknown_target_is_an_error():
-    with pytest.raises(ConfigError, match="unknown GPU 'h300'; one of a100, b200, h100, h200"):
+    with pytest.raises(ConfigError, match="GPU must be one of a100, b200, h100, h200, got 'h300'"):
         Target.load("h300")
 
 
@@ -202,7 +202,7 @@ def test_programs_trace(name):
 # -- the command -----------------------------------------------------------------------------
 
 
-def test_without_the_compiler_the_error_names_the_command(capsys, monkeypatch):
+def test_without_the_compiler_the_error_gives_the_command(capsys, monkeypatch):
     real = importlib.metadata.version
 
     def version(name):
@@ -213,7 +213,9 @@ def test_without_the_compiler_the_error_names_the_command(capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert main(["compile-check"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"needs jax-cuda13-pjrt {real('jax')}, as jax is, but it is not installed" in error
+    assert (
+        f"needs jax-cuda13-pjrt {real('jax')}, the version of jax, but it is not installed" in error
+    )
     assert "uv run --group aot jaxkv compile-check" in error
 
 
@@ -223,7 +225,7 @@ def test_a_filter_that_leaves_nothing_is_an_error(capsys):
 
 
 def compile_check(tmp_path, *args, **environment):
-    """Rows by (target, program) of a run of the command, in a process of its own."""
+    """Runs the command in a separate process; returns rows by (target, program)."""
     run = "import sys, jaxkv.cli; sys.exit(jaxkv.cli.main())"
     ran = subprocess.run(
         [sys.executable, "-c", run, "compile-check", "--json", tmp_path / "rows.json", *args],
@@ -241,7 +243,7 @@ def only(*texts):
 
 @pytest.fixture(scope="module")
 def on_an_h200(tmp_path_factory):
-    """Rows of an H200 by name, and the machine's own language of the operations on the pool."""
+    """Rows of an H200 by name, and the PTX of the operations on the pool."""
     folder = tmp_path_factory.mktemp("h200")
     operations = "jit_(scatter|gather|copy_blocks|put_blocks|zero_blocks)"
     rows = compile_check(
@@ -290,10 +292,10 @@ def test_operations_on_the_pool_write_wide_and_without_atomics(on_an_h200):
     rows, ptx = on_an_h200
     for name in ("scatter_kv bfloat16", "gather_blocks", "put_blocks", "zero_blocks"):
         assert rows[name]["temp_bytes"] < 4096
-    assert rows["scatter_kv int8"]["temp_bytes"] < 2**16  # one scale of each row
+    assert rows["scatter_kv int8"]["temp_bytes"] < 2**16  # one scale per row
     assert rows["copy_blocks"]["temp_bytes"] < 2**16 + 32 * 2 * 2**20  # the blocks copied
     moving = [text for text in ptx if re.search(r"\.entry \w*(scatter|gather|select)", text)]
-    assert len(moving) == 7 + 1  # the copy takes two, and scatter_kv of int8 one for the scales
+    assert len(moving) == 7 + 1  # the copy has two, and scatter_kv of int8 one more for the scales
     for text in moving:
         assert not re.search(r"\b(atom|red)\.", text)
         widths = [
@@ -306,7 +308,7 @@ def test_operations_on_the_pool_write_wide_and_without_atomics(on_an_h200):
 
 @pytest.mark.aot
 def test_other_gpus(tmp_path):
-    """Every generation has its kernels; what one does not take, XLA does, and says why."""
+    """Every generation has kernels; unsupported calls run through XLA, with a reason."""
     gpus = [arg for gpu in ("a100", "b200", "h100") for arg in ("--gpu", gpu)]
     both = "cascade bfloat16, head 64, block 16"  # a decode and a prefill kernel
     rows = compile_check(tmp_path, *gpus, *only(both, "decode bfloat16, head 80"))
@@ -371,7 +373,7 @@ def test_bad_steps_are_caught():
     pool = programs()["decode bfloat16, head 64, block 16"].pool_bytes
     assert "copies of the pool" in copied
     assert "1 scatters compare and swap each element" in repeated
-    assert f"{pool} temporary bytes, as many as the pool or more" in moved
-    assert f"bytes aliased, the pool has {pool}" in converted
+    assert f"{pool} temporary bytes, not less than the pool" in moved
+    assert f"of the pool's {pool} bytes are aliased" in converted
     assert failed == "does not compile: ValueError: 7 is odd"
-    assert died == "does not compile: the compiler died with -6: LLVM ERROR: cannot select"
+    assert died == "does not compile: the compiler exited with -6: LLVM ERROR: cannot select"
