@@ -1,10 +1,10 @@
-"""When does reading a shared prefix once pay? Cascade over plain paged attention, on this device.
+"""Cascade attention against plain paged attention, on sequences that share a prefix.
 
     uv run benchmarks/cascade.py --json out.json
 
-One layer of a decode step of sequences that share a prefix and have some tokens of their own, in
-float32 on a CPU and bfloat16 elsewhere. The two sides take turns, call by call, so that both see
-the same machine.
+One layer of a decode step on this device, in float32 on a CPU and bfloat16 elsewhere; each sequence
+has some tokens after the shared prefix. The two sides alternate call by call, so that both run
+under the same conditions.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
 
 
 def measure(seqs: int, prefix: int, args: argparse.Namespace) -> dict:
-    """Median seconds of both sides for `seqs` sequences that share `prefix` tokens."""
+    """Median milliseconds of both sides for `seqs` sequences that share `prefix` tokens."""
     block, own = args.block, -(-args.own // args.block)
     shared = prefix // block
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

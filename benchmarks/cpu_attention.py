@@ -1,10 +1,10 @@
-"""What paging costs: paged attention against dense attention over contiguous K and V, on the CPU.
+"""The cost of paging: paged attention against dense attention over contiguous K and V, on the CPU.
 
     uv run benchmarks/cpu_attention.py --json out.json
 
 Both sides compute the same softmax in float32. The dense side is a jitted einsum over K and V
-[S, H, len, D], which lie there already; the paged side finds them through a shuffled block table.
-The two take turns, call by call, so that both see the same machine.
+[S, H, len, D]; the paged side reads them through a shuffled block table. The two sides alternate
+call by call, so that both run under the same conditions.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TARGET = 1.0  # paged over dense, at block sizes from 16
 
 @jax.jit
 def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """q [S, C, Hq, D], the last C positions, over K and V [S, H, len, D]."""
+    """Dense attention of q [S, C, Hq, D], the last C positions, over K and V [S, H, len, D]."""
     seqs, count, heads, dim = q.shape
     q = q.reshape(seqs, count, k.shape[1], -1, dim)
     s = jnp.einsum("schgd,shtd->shgct", q, k) / np.float32(np.sqrt(dim))
@@ -37,7 +37,7 @@ def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def measure(seqs: int, count: int, length: int, block: int, args: argparse.Namespace) -> dict:
-    """Median seconds of both for `count` queries of each of `seqs` sequences of `length` tokens."""
+    """Median milliseconds of both sides; each of `seqs` sequences has `count` queries."""
     heads, kv_heads, dim = args.heads, args.kv_heads, args.head_dim
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(2, seqs, kv_heads, length, dim)).astype(np.float32)

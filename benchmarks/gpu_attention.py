@@ -1,16 +1,16 @@
-"""Paged attention on a GPU: is it right, how near is it to the memory's speed, what do others take?
+"""Paged attention on a GPU: correctness, share of the memory bandwidth, comparison with peers.
 
     uv run benchmarks/gpu_attention.py                 # with JAX's CUDA plugin installed
     uv run benchmarks/gpu_attention.py --only "decode jaxkv 4096" --json tuned.json
-    uv run benchmarks/gpu_attention.py --dry-run       # its flow, on a CPU: proves no kernel
+    uv run benchmarks/gpu_attention.py --dry-run       # the script on a CPU, without the kernels
 
-Checks every kernel against its reference on fresh random data, its outputs placed in memory that
-held NaN; measures the copy bandwidth; then times decode and prefill, this library's and what else
-is there, within `--seconds`. benchmarks/NOTES.md says how to read it. Exit status: 1 if a check
-of this library is wrong or did not run to its end, 2 without an NVIDIA GPU.
+Checks every kernel against its reference on random data, with outputs in memory that held NaN;
+measures the copy bandwidth; then times decode and prefill of this library and of its peers, within
+`--seconds`. benchmarks/NOTES.md explains the results. Exit status: 1 if a check of this library is
+wrong or did not complete, 2 without an NVIDIA GPU.
 
-Each row is computed by a process that can be ended: a kernel that hangs, or loses the device, costs
-its row and a new process, not the run.
+Rows are computed in a separate process: a kernel that hangs or loses the device costs its row and a
+new process, not the run.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 RESULTS = Path(__file__).parent / "results" / "gpu_attention.json"
-START_SECONDS = 90  # a process imports its library and finds the device
-# Of a row: (what must be left for it to be begun, what it may take), compiling included.
+START_SECONDS = 90  # for a process to import its library and find the device
+# (seconds that must be left to begin a row, seconds it may take), compilation included.
 SECONDS = {"gpu_jax": (6, 60), "gpu_torch": (20, 120)}
 LIBRARIES = {"gpu_jax": "jax", "gpu_torch": "torch"}
-DEATHS = 2  # rows of one group that may end their process before the others are left out
+DEATHS = 2  # rows of one group that may end their process before the others are skipped
 
 
 class Died(Exception):
-    """A process ended, or was ended, before it answered; says how."""
+    """A process ended or was ended before it sent a row; the message says how."""
 
 
 class Worker:
-    """A process that fills rows with the `start` of a module.
+    """A process that fills rows with the engine of a module.
 
     Attributes:
-      module: its name.
-      about: what it runs on, or {"error": why it does not}.
+      module: name of the module.
+      about: libraries and device of the process, or {"error": reason}.
     """
 
     def __init__(self, module: str, log: str, seed: int, dry: bool, seconds: float):
@@ -69,25 +69,25 @@ class Worker:
         self.about = self._receive(seconds)
 
     def fill(self, task: Task, seconds: float) -> dict:
-        """A task's row.
+        """Returns the row of a task.
 
         Raises:
-          Died: no row came in so many seconds, or none will.
+          Died: no row arrived within `seconds`, or the process ended.
         """
-        with contextlib.suppress(OSError):  # the process has gone: what follows says how
+        with contextlib.suppress(OSError):  # the process has ended: `_receive` reports how
             self._connection.send(task)
         return self._receive(seconds)
 
     def close(self) -> None:
-        """Ends the process; the device's memory is free then."""
-        with contextlib.suppress(OSError):  # it has gone before
+        """Ends the process, which frees the device's memory."""
+        with contextlib.suppress(OSError):  # it has already ended
             self._connection.send(None)
             self._process.join(5)
         self._end()
 
     def _end(self) -> None:
         self._process.kill()
-        self._process.join(10)  # the driver may hold one whose kernel hangs
+        self._process.join(10)  # the driver may hold a process whose kernel hangs
 
     def _receive(self, seconds: float) -> dict:
         try:
@@ -95,16 +95,16 @@ class Worker:
                 return self._connection.recv()
         except (EOFError, OSError):
             self._process.join(10)
-            raise Died(f"its process ended with {self._process.exitcode}") from None
+            raise Died(f"the process ended with {self._process.exitcode}") from None
         self._end()
-        raise Died(f"no answer within {seconds:.0f} s: its process was ended")
+        raise Died(f"no row within {seconds:.0f} s: the process was ended")
 
 
 class Filler:
-    """Fills rows in one process at a time, each by its engine's, within a time budget.
+    """Fills rows in the process of each row's engine, one process at a time, in a time budget.
 
     Attributes:
-      about: by module, what its process ran on.
+      about: `Worker.about` by module.
       ends: time.monotonic() at the end of the budget.
     """
 
@@ -116,7 +116,7 @@ class Filler:
         self.ends = time.monotonic() + args.seconds
 
     def start(self, module: str) -> dict:
-        """What this engine's process runs on, started if it does not run."""
+        """Returns `Worker.about` of a module's process; starts the process if needed."""
         if importlib.util.find_spec(LIBRARIES[module]) is None:
             self.about[module] = {"error": f"{LIBRARIES[module]} is not installed"}
             return self.about[module]
@@ -128,7 +128,7 @@ class Filler:
         return self._worker.about
 
     def fill(self, task: Task) -> dict:
-        """The task's row, whatever happens to its process."""
+        """Returns the task's row, even if its process ends."""
         module = "gpu_torch" if task.engine.startswith("torch") else "gpu_jax"
         row = {"kind": task.kind, "name": task.name, "engine": task.engine}
         row |= {"dry_run": True} if self._args.dry_run else {}
@@ -138,7 +138,7 @@ class Filler:
         least, most = SECONDS[module]
         left = self.ends - time.monotonic()
         if self._deaths[task.group] >= DEATHS:
-            return row | _skipped(f"{DEATHS} rows of '{task.group}' have ended their process")
+            return row | _skipped(f"{DEATHS} rows of '{task.group}' ended their process")
         if left < least:
             return row | _skipped(f"the {self._args.seconds} s are used up")
         try:
@@ -148,7 +148,7 @@ class Filler:
             assert self._worker is not None
             row |= self._worker.fill(task, min(most, self.ends - time.monotonic()))
             if row.get("device_lost"):
-                raise Died(f"{row['reason']}; and the device with it")
+                raise Died(f"{row['reason']}; the device was lost")
         except Died as death:
             self._deaths[task.group] += 1
             self._worker = None
@@ -158,7 +158,7 @@ class Filler:
         return row
 
     def close(self) -> None:
-        """Ends the process that runs."""
+        """Ends the running process."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -169,24 +169,24 @@ def _skipped(reason: str) -> dict:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=int, default=520, help="time for everything")
+    parser.add_argument("--seconds", type=int, default=520, help="time budget of the whole run")
     parser.add_argument(
-        "--only", action="append", metavar="TEXT", help="only rows with this in their names; "
+        "--only", action="append", metavar="TEXT", help="only rows whose names contain TEXT; "
         "may be repeated; the copy bandwidth is always measured",
     )  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="print the rows' names and end")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="of the data")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows and exit")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="seed of the data")
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="tiny rows on the CPU, by the XLA implementation, to try the script itself",
+        help="tiny rows on the CPU with the XLA implementation, to test the script itself",
     )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, help=f"default: {RESULTS}; with --only or --dry-run, none"
     )
-    parser.add_argument("--label", default="", help="what was changed, kept in the JSON")
-    parser.add_argument("--log", help="a file for what the libraries print")
+    parser.add_argument("--label", default="", help="description of the change, kept in the JSON")
+    parser.add_argument("--log", help="file for the output of the libraries")
     args = parser.parse_args()
     if args.json is None and not args.dry_run and not args.only:
         args.json = RESULTS
@@ -210,14 +210,14 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace, tasks: list[Task], filler: Filler) -> int:
-    """Fills all rows, writing them as they come, and reports."""
+    """Fills all rows, writes the document after each, and prints the report."""
     try:
         device = filler.start("gpu_jax")
     except Died as death:
         device = {"error": str(death)}
     if not args.dry_run and not device.get("nvidia"):
         found = device.get("error") or f"JAX finds {device['device']} ({device['platform']})"
-        needs = f"gpu_attention needs an NVIDIA GPU, and {found}; --dry-run does without one"
+        needs = f"gpu_attention needs an NVIDIA GPU, but {found}; --dry-run runs without one"
         print(needs, file=sys.stderr)
         return 2
     rows: list[dict] = []
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace, tasks: list[Task], filler: Filler) -> int:
 
 
 def write(file: Path | None, document: dict) -> None:
-    """The document as JSON, whole or not at all."""
+    """Writes the document as JSON, atomically."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")

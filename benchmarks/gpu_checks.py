@@ -1,4 +1,4 @@
-"""Checks of the GPU benchmark: each kernel and operation against its reference, on fresh data."""
+"""Checks of the GPU benchmark: each kernel and operation against its reference, on random data."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ from jaxkv.pallas_kernels.paged_attention import (
 )
 from jaxkv.pallas_kernels.scatter_kv import scatter_kv, scatter_kv_reference
 
-TOLERANCES = {"bfloat16": 2e-2, "float16": 5e-3}  # of outputs, absolute and relative
-LSE_TOLERANCE = 5e-3  # of products in float32; approximate exponentials and tanh
+TOLERANCES = {"bfloat16": 2e-2, "float16": 5e-3}  # outputs, absolute and relative
+LSE_TOLERANCE = 5e-3  # float32 products, approximate exponentials and tanh
 
 
 def check(task: AttentionCheck | OperationCheck, rng: np.random.Generator, implementation: str):
-    """The row of a check."""
+    """Runs a check and returns its row."""
     if isinstance(task, AttentionCheck):
         return _attention(task, rng, implementation)
     return OPERATIONS[task.operation](rng)
 
 
 def poisoned(function: Any, *args: Any) -> tuple[Any, bool]:
-    """The outputs of a jitted function, in memory that held NaN, and whether that is known.
+    """Runs a jitted function with outputs in memory that held NaN; also returns if this is known.
 
-    Outputs cannot be passed in. Therefore the function runs once, and arrays of the same sizes as
-    its outputs and temporaries take their place, full of bytes that are NaN in every float, and
-    give it back before it runs again.
+    Output buffers cannot be passed in. Therefore the function runs once; arrays of the sizes of its
+    outputs and temporaries, filled with bytes that are NaN in every float type, then take that
+    memory and release it before the function runs again.
     """
     function = function.lower(*args).compile()
     sizes = [x.nbytes for x in jax.tree.leaves(jax.block_until_ready(function(*args)))]
     temporary = getattr(function.memory_analysis(), "temp_size_in_bytes", 0)
-    sizes = [max(1, n) for n in [*sizes * 4, temporary]]  # wherever the allocator may put them
+    sizes = [
+        max(1, n) for n in [*sizes * 4, temporary]
+    ]  # several, to cover the allocator's choices
     nan = [jax.device_put(np.full(n, 0xFF, np.uint8)) for n in sizes]
     jax.block_until_ready(nan)
     held = [(x.unsafe_buffer_pointer(), x.nbytes) for x in nan]
@@ -107,7 +109,7 @@ def _attention(task: AttentionCheck, rng: np.random.Generator, implementation: s
 
 
 def _halves(task: AttentionCheck, tables: np.ndarray, lens: np.ndarray):
-    """(tables, lens) of the first half of each sequence's blocks, and of the rest."""
+    """(tables, lens) of the first half of each sequence's blocks and of the rest."""
     tables, lens = np.asarray(tables), np.asarray(lens)
     blocks = lens // (2 * task.block)
     columns = np.arange(tables.shape[1]) + blocks[:, None]
@@ -116,10 +118,10 @@ def _halves(task: AttentionCheck, tables: np.ndarray, lens: np.ndarray):
 
 
 def _pool(task: AttentionCheck, counts: tuple[int, ...], rng: np.random.Generator):
-    """Pages of two layers, scales or None, tables.
+    """(pages of two layers, scales or None, tables).
 
-    Only what a query sees holds numbers: other slots, the other layer and blocks of no sequence are
-    NaN (int8: their scales are), and unused table entries point anywhere.
+    Only slots that a query sees hold numbers: other slots, the other layer and unused blocks are
+    NaN (for int8, their scales are), and unused table entries point anywhere.
     """
     need = [-(-n // task.block) for n in task.lens]
     num_blocks, width = sum(need) + 5, max(need) + 2
@@ -145,7 +147,7 @@ def _pool(task: AttentionCheck, counts: tuple[int, ...], rng: np.random.Generato
 
 @functools.partial(jax.jit, static_argnums=2)
 def _quantise(numbers: jax.Array, held: jax.Array, scale_dtype: str):
-    """int8 pages and their scales, NaN where nothing is held."""
+    """int8 pages and their scales, which are NaN for slots without a token."""
     pages, scales = quantise(numbers, scale_dtype)
     return pages, jnp.where(held, scales, jnp.asarray(jnp.nan, scales.dtype))
 
@@ -160,14 +162,14 @@ def _pages(rng: np.random.Generator, num_blocks: int = _SHAPE[0]) -> np.ndarray:
 
 
 def _ids(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Different blocks, the last of them padding: outside the pool."""
+    """Distinct block ids; the last two are outside the pool, as padding."""
     ids = rng.permutation(_SHAPE[0])[:count].astype(np.int32)
     ids[-2:] = -1, _SHAPE[0]
     return ids
 
 
 def _equal(got: jax.Array, want: np.ndarray) -> dict:
-    """Exactly; differences as floats."""
+    """Verdict of an exact comparison, with differences as floats."""
     difference = np.abs(np.asarray(got, np.float32) - np.asarray(want, np.float32))
     return gpu_rows.verdict(float(difference.max()), 0.0)
 
@@ -190,7 +192,7 @@ def _scatter(rng: np.random.Generator, quantised: bool) -> dict:
         return _equal(got, np.asarray(want))
     codes = _equal(got[0], want[0])["max_error"]
     scales = np.abs(np.asarray(got[1]) / want[1] - 1).max()
-    # A quotient that lies between two codes may be rounded either way.
+    # A quotient halfway between two codes may be rounded either way.
     return gpu_rows.verdict(codes, 1.0, bool(codes <= 1 and scales < 1e-6))
 
 
@@ -219,7 +221,7 @@ def _gather(rng: np.random.Generator) -> dict:
 
 
 def _merge(rng: np.random.Generator) -> dict:
-    """Against float64; some parts saw no key, and some rows none in any part."""
+    """Merge against float64; some parts have no keys, and some rows none in any part."""
     outs, lses = rng.normal(size=(7, 33, 8, 64)), 3 * rng.normal(size=(7, 33, 8))
     outs[2, 5], lses[2, 5] = np.nan, -np.inf
     outs[:, 7], lses[:, 7] = np.nan, -np.inf

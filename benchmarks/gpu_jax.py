@@ -1,7 +1,7 @@
-"""The process of the GPU benchmark that runs JAX: this library's kernels, JAX's own, and copies.
+"""The JAX process of the GPU benchmark: this library's kernels, JAX's own, and copies.
 
-A step is as many calls as the case has layers, each on keys and values of its own and on the
-previous call's output as queries, so that none can be left out, moved or merged with another.
+A step has one call per layer of the case, each on separate keys and values and with the previous
+call's output as queries, so that no call can be dropped, moved or merged with another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxkv.pallas_kernels.paged_attention import paged_attention
 
 
 def start(seed: int, dry: bool) -> gpu_rows.Engine:
-    """This process's engine. A dry run computes on the CPU, in XLA, and may have no GPU."""
+    """Returns this process's engine. A dry run computes on the CPU, in XLA, and needs no GPU."""
     if dry:
         jax.config.update("jax_platforms", "cpu")
     device = jax.devices()[0]
@@ -40,7 +40,7 @@ def start(seed: int, dry: bool) -> gpu_rows.Engine:
         "cuda": getattr(device.client, "platform_version", "").splitlines(),
         "bytes_limit": stats.get("bytes_limit", 2**32),
     }
-    # An AMD GPU has a name for a capability, and no number.
+    # The compute capability of an AMD GPU is a name and not a number.
     about["nvidia"] = device.platform == "gpu" and capability.replace(".", "").isdigit()
     rng = np.random.default_rng(seed)
     return gpu_rows.Engine(
@@ -66,7 +66,7 @@ def _row(task: gpu_rows.Task, rng: np.random.Generator, dry: bool, limit: int) -
 
 
 def copy_bandwidth(size: int) -> dict:
-    """Bytes read and written per second by copies of `size` bytes; the best of two ways counts."""
+    """Bytes read and written per second by copies of `size` bytes, the better of two methods."""
     start = noise((size // 4,), "float32", 0)
     ways = {
         "kernel": jax.jit(lambda x: x * jnp.float32(0.5)),
@@ -83,10 +83,10 @@ def copy_bandwidth(size: int) -> dict:
 
 
 def time_case(case: Case, rng: np.random.Generator, dry: bool, limit: int) -> dict:
-    """A case's times and rates."""
+    """Times a case; returns its times and rates."""
     if case.resident_bytes > limit:
         needed, there = (f"{x / 2**30:.0f} GiB" for x in (case.resident_bytes, limit))
-        raise NotHere(f"keys and values take {needed} of the {there} that rows may take")
+        raise NotHere(f"keys and values need {needed}, the limit per row is {there}")
     layers, sets = case.rotation
     step, q, inputs = (own if case.engine == "jaxkv" else peer)(case, rng, dry)
     step = jax.jit(step)
@@ -110,10 +110,9 @@ def time_case(case: Case, rng: np.random.Generator, dry: bool, limit: int) -> di
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def noise(shape: tuple[int, ...], dtype: str, seed) -> jax.Array:
-    """Uniform noise of variance 1 (int8: all codes), hashed from each element's place.
+    """Uniform noise of variance 1 (int8: all codes), hashed from each element's index.
 
-    One pass without temporaries, and each axis counts for itself: a pool has more than 2^32
-    elements.
+    One pass without temporaries, hashed per axis: a pool has more than 2^32 elements.
     """
     x = jnp.full(shape, seed, jnp.uint32)
     for axis in range(len(shape)):
@@ -130,7 +129,7 @@ def _seed(rng: np.random.Generator) -> jax.Array:
 
 
 def own(case: Case, rng: np.random.Generator, dry: bool):
-    """This library's step, its queries [T, Hq, D] and its sets: one pool, a table for each set."""
+    """This library's step, its queries [T, Hq, D] and its sets: one pool, one table per set."""
     layers, sets = case.rotation
     width = -(-case.context // case.block)
     num_blocks = sets * case.batch * width + 1
@@ -158,15 +157,16 @@ def own(case: Case, rng: np.random.Generator, dry: bool):
     return step, q, inputs
 
 
-# -- what else there is ----------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------
 
 
 class Peer(NamedTuple):
     """Another implementation.
 
     Attributes:
-      layout: of its keys and values; see `_LAYOUTS`.
-      attend: (case, dry, q [S, queries, Hq, D], k, v, table i32[S, blocks]) to q's shape.
+      layout: layout of its keys and values, "dense" or one of `_LAYOUTS`.
+      attend: function of (case, dry, q [S, queries, Hq, D], k, v, table i32[S, blocks]) with an
+        output of q's shape.
     """
 
     layout: str
@@ -197,13 +197,13 @@ def _cudnn_paged(case: Case, dry: bool, q, k, v, table, heads_first=False):
 
 
 def _pallas_triton(case: Case, dry: bool, q, k, v, table):
-    with warnings.catch_warnings():  # what it warns of is why it is here
+    with warnings.catch_warnings():  # its deprecation is why it is compared
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import paged_attention as op
     if case.form != "decode":
-        raise NotHere("it has a decode form only")
-    splits = 16 if case.batch > 1 else 64  # 16 is its default; a single sequence needs more
-    scale = jnp.asarray(case.dim**-0.5, q.dtype)  # it has none of its own
+        raise NotHere("only decode is supported")
+    splits = 16 if case.batch > 1 else 64  # its default is 16; a single sequence needs more
+    scale = jnp.asarray(case.dim**-0.5, q.dtype)  # it does not scale logits
     return op.paged_attention(
         q[:, 0] * scale, k, v, table, jnp.asarray(case.lengths),
         k_splits=min(splits, table.shape[1]),
@@ -230,7 +230,7 @@ def _shape(case: Case, layout: str) -> tuple[int, ...]:
 
 
 def _table(case: Case, rng: np.random.Generator) -> jax.Array:
-    """The blocks i32[S, blocks] of each sequence, every block of the pages once."""
+    """Block table i32[S, blocks] in which every block of the pages appears once."""
     if not case.block:
         return jnp.zeros((case.batch, 0), jnp.int32)
     width = case.context // case.block
@@ -238,7 +238,7 @@ def _table(case: Case, rng: np.random.Generator) -> jax.Array:
 
 
 def peer(case: Case, rng: np.random.Generator, dry: bool):
-    """As `own`, of another implementation: each layer of each set has arrays of its own."""
+    """As `own`, for another implementation: each layer of each set has separate arrays."""
     other = _PEERS[case.engine]
     layers, sets = case.rotation
     shape = _shape(case, other.layout)
@@ -261,8 +261,7 @@ def peer(case: Case, rng: np.random.Generator, dry: bool):
 
 
 def check_peer(case: Case, rng: np.random.Generator, dry: bool) -> dict:
-    """A peer's difference from dense attention in float32, on keys and values that it is given in
-    its own layout: that it computes what the others do."""
+    """Compares a peer with dense attention in float32, on keys and values in the peer's layout."""
     other = _PEERS[case.engine]
     k, v = (
         noise((case.batch, case.context, case.kv_heads, case.dim), case.dtype, _seed(rng))

@@ -1,10 +1,10 @@
-"""Which rows the GPU benchmark computes, the most important first, and what they are held against.
+"""Rows of the GPU benchmark, the most important first, and its targets.
 
-The full product of contexts, batches, blocks, heads, dtypes and engines is thousands of rows, each
-with a kernel of its own to compile: some seconds, against half a second of measuring. The rows are
-checks of every kernel; the cases that the targets name, with all engines; the whole grid of
-contexts and batches at block 16 and 32/8 heads; the other blocks where a target wants them; the
-other heads and dtypes at a few points of the grid; the peers at more points, last.
+The full product of contexts, batches, blocks, heads, dtypes and engines has thousands of rows, each
+with its own kernel to compile: some seconds, against half a second of measuring. The rows are
+checks of every kernel; the cases of the targets, with all engines; the whole grid of contexts and
+batches at block 16 and 32/8 heads; the other blocks where a target needs them; the other heads and
+dtypes at a few points of the grid; last, the peers at more points.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _OPERATIONS = ("scatter_kv", "scatter_kv int8", "copy_blocks", "gather_blocks", 
 
 
 def full() -> list[Task]:
-    """The rows for a GPU, in order; those that a time budget cuts off are the least important."""
+    """Rows for a GPU, in order: the least important ones are last, where the time may run out."""
     decode, prefill = _decode, _prefill
     peers = ("cudnn_paged", "cudnn_dense", "pallas_triton")
     tasks: list[Task] = [Copy(), *_CHECKS, *map(OperationCheck, _OPERATIONS)]
-    # What the targets name.
+    # The cases of the targets.
     tasks += [decode(4096, 64, block) for block in BLOCKS]
     tasks += [decode(LONGEST, 1, 16), prefill(PREFILL)]
     tasks += [PeerCheck(decode(256, 4, 16, name)) for name in (*peers, "cudnn_paged_bnth")]
@@ -105,7 +105,7 @@ def full() -> list[Task]:
 
 
 def dry() -> list[Task]:
-    """A few tiny rows that go through the same code on a CPU."""
+    """A few tiny rows that run the same code on a CPU."""
     small: dict[str, Any] = dict(heads=4, kv_heads=2, dim=16)
     case = Case("jaxkv", "decode", 64, 2, layers=2, **small)
     prefill = dataclasses.replace(case, form="prefill", queries=64)
@@ -144,14 +144,14 @@ def _prefill(context: int, batch: int = 1, engine: str = "jaxkv", **more) -> Cas
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A number to reach.
+    """A target value.
 
     Attributes:
-      what: of which rows.
-      unit: what the number is.
-      wanted: at least.
-      got: the worst of the rows; None if there is none.
-      rows: how many.
+      what: description of the rows.
+      unit: unit of the value.
+      wanted: minimum value.
+      got: value of the worst row; None without rows.
+      rows: number of rows.
     """
 
     what: str
@@ -162,12 +162,12 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing was measured."""
+        """Whether the target is met; None if no row was measured."""
         return None if self.got is None else self.got >= self.wanted
 
 
 def targets(rows: list[dict], copy: float | None) -> list[Target]:
-    """The targets and what the rows say; `copy` is the copy bandwidth in bytes/s."""
+    """Targets with the values of the rows; `copy` is the copy bandwidth in bytes/s."""
     timed = [r for r in rows if r["kind"] in ("decode", "prefill") and r["status"] == "ok"]
     own = [r for r in timed if r["engine"] == "jaxkv"]
     plain = [r for r in own if r["kind"] == "decode" and r["dtype"] != "int8" and not r["ragged"]]
@@ -177,7 +177,7 @@ def targets(rows: list[dict], copy: float | None) -> list[Target]:
         return Target(what, "of copy bandwidth", wanted, min(shares, default=None), len(shares))
 
     def faster(what: str, wanted: float, *engines: str, **fields) -> Target:
-        """Than the fastest of the engines, on the same case."""
+        """Target of the speedup over the fastest of the engines on the same case."""
         ratios = []
         for row in own:
             peers = [r["us"] for r in timed if r["engine"] in engines and _same(r, row)]
@@ -202,11 +202,12 @@ def targets(rows: list[dict], copy: float | None) -> list[Target]:
             0.80,
             lambda r: r["context"] == LONGEST and r["batch"] == 1,
         ),
-        faster("prefill of 8192 as dense cuDNN", 1 / 1.1, "cudnn_dense", kind="prefill",
+        faster("prefill of 8192 against dense cuDNN", 1 / 1.1, "cudnn_dense", kind="prefill",
                context=PREFILL),
-        faster("decode as cuDNN paged", 1.0, "cudnn_paged", "cudnn_paged_bnth", kind="decode"),
-        faster("prefill as cuDNN paged", 1.0, "cudnn_paged", "cudnn_paged_bnth", kind="prefill"),
-        faster("decode as JAX's deprecated op", 3.0, "pallas_triton", kind="decode"),
+        faster("decode against cuDNN paged", 1.0, "cudnn_paged", "cudnn_paged_bnth", kind="decode"),
+        faster("prefill against cuDNN paged", 1.0, "cudnn_paged", "cudnn_paged_bnth",
+               kind="prefill"),
+        faster("decode against JAX's deprecated op", 3.0, "pallas_triton", kind="decode"),
     ]  # fmt: skip
 
 
@@ -214,6 +215,6 @@ _SAME = ("kind", "context", "batch", "heads", "kv_heads", "dim", "dtype", "queri
 
 
 def _same(row: dict, other: dict) -> bool:
-    """Whether they compute the same, from pages of the same size if both have pages."""
+    """Whether two rows compute the same case, with equal page sizes if both have pages."""
     blocks = row["block"] == other["block"] or 0 in (row["block"], other["block"])
     return blocks and all(row[name] == other[name] for name in _SAME)

@@ -1,4 +1,4 @@
-"""What the GPU benchmark prints: a line as each row comes, then tables and the targets."""
+"""Output of the GPU benchmark: a line per row as it is filled, then tables and the targets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def line(row: dict, copy: float | None) -> str:
-    """A row in one line; `copy` is the copy bandwidth in bytes/s."""
+    """Formats a row as one line; `copy` is the copy bandwidth in bytes/s."""
     head = f"{row['name']}: "
     if row["status"] in ("failed", "skipped"):
         return f"{head}{row['status']}: {row['reason']}"
@@ -36,7 +36,7 @@ def _rate(row: dict, copy: float | None) -> str:
 def show(
     console: Console, rows: list[dict], copy: float | None, targets: list[Target], dry: bool
 ) -> None:
-    """Everything."""
+    """Prints the tables, the checks and the targets."""
     mark = " (dry run on a CPU: no measurement)" if dry else ""
     for kind in ("decode", "prefill"):
         timed = [r for r in rows if r["kind"] == kind and r["status"] == "ok"]
@@ -44,7 +44,7 @@ def show(
             console.print(_times(kind + mark, timed, copy))
     checks = [r for r in rows if r["kind"] == "check"]
     right = sum(r["status"] == "ok" for r in checks)
-    console.print(f"checks: {right} of {len(checks)} right{mark}")
+    console.print(f"checks: {right} of {len(checks)} passed{mark}")
     for row in rows:
         bad = row["status"] != "ok" or row.get("poisoned") is False
         if bad:

@@ -1,7 +1,7 @@
-"""The rows of the GPU benchmark, how their calls are timed, and the loop of a process that fills
-them.
+"""Rows of the GPU benchmark, the timing of calls, and the loop of a process that fills rows.
 
-Plain Python: the process that hands out rows takes no GPU, and the one that runs PyTorch no JAX.
+Without JAX or PyTorch: the main process must not claim the GPU, and the PyTorch process does not
+import JAX.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 Form = Literal["decode", "prefill"]
 
-ROTATED = 2**30  # bytes that the calls of a row read before they come back to the same ones
+ROTATED = 2**30  # bytes that the calls of a row read before they repeat
 MAX_LAYERS: dict[Form, int] = {"decode": 16, "prefill": 4}  # each is compiled into the step
 MAX_SETS = 8
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
@@ -28,21 +28,21 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An attention to be timed. `name` tells rows of a table and of `--only` apart.
+    """An attention to time. `name` identifies the row in tables and for `--only`.
 
     Attributes:
-      engine: whose; see `gpu_plan.ENGINES`.
-      form: decode (one query of each sequence) or prefill.
-      context: tokens of each sequence, the queries' own included.
-      batch: sequences.
-      block: tokens in a page; 0 where keys and values are contiguous.
+      engine: implementation, one of `gpu_plan.ENGINES`.
+      form: decode (one query per sequence) or prefill.
+      context: tokens of each sequence, those of the queries included.
+      batch: number of sequences.
+      block: tokens per page; 0 for contiguous keys and values.
       heads: query heads.
       kv_heads: KV heads.
       dim: head_dim.
-      dtype: of keys and values.
-      queries: of each sequence, its last tokens.
-      ragged: lengths from an eighth of `context` up to it.
-      layers: of the pool; 0 for as many as it takes to read from memory and not from L2.
+      dtype: dtype of keys and values.
+      queries: queries per sequence, its last tokens.
+      ragged: whether lengths vary from an eighth of `context` up to it.
+      layers: layers of the pool; 0 for enough to read from memory and not from L2.
     """
 
     engine: str
@@ -60,17 +60,17 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """Of the row."""
+        """Kind of the row."""
         return self.form
 
     @property
     def group(self) -> str:
-        """Rows that may end their process together."""
+        """Name of the rows that share a limit of ended processes."""
         return f"{self.engine} {self.form}"
 
     @property
     def name(self) -> str:
-        """All of it in one line."""
+        """All attributes in one line."""
         parts = [self.form, self.engine, f"{self.context}x{self.batch}"]
         parts += [f"block {self.block}"] * (self.block > 0)
         parts += [f"{self.heads}/{self.kv_heads}", self.dtype]
@@ -80,12 +80,12 @@ class Case:
 
     @property
     def query_dtype(self) -> str:
-        """Of queries and output."""
+        """Dtype of queries and output."""
         return "bfloat16" if self.dtype == "int8" else self.dtype
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens i32[batch] of the sequences."""
+        """Lengths of the sequences, i32[batch]."""
         if not self.ragged:
             return np.full(self.batch, self.context, np.int32)
         lengths = np.linspace(self.context // 8, self.context, self.batch).astype(np.int32)
@@ -93,38 +93,38 @@ class Case:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one layer, with int8's scales."""
+        """Bytes of K and V of one token in one layer, scales included."""
         scales = 4 if self.dtype == "int8" else 0
         return 2 * self.kv_heads * (self.dim * ITEMSIZE[self.dtype] + scales)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of K and V that one call reads at least."""
+        """Minimum bytes of K and V that one call reads."""
         return int(self.lengths.sum(dtype=np.int64)) * self.bytes_per_token
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the two products, without what causality hides."""
+        """Multiplications and additions of the two products, without causally masked pairs."""
         first = self.lengths.astype(np.int64) - self.queries + 1  # keys that the first query sees
         pairs = self.queries * first + self.queries * (self.queries - 1) // 2
         return 4 * self.heads * self.dim * int(pairs.sum())
 
     @property
     def rotation(self) -> tuple[int, int]:
-        """(layers, sets): calls of one step, each on keys and values of its own, and such steps."""
+        """(layers, sets): calls per step and number of steps, all on different keys and values."""
         layers = self.layers or min(MAX_LAYERS[self.form], -(-ROTATED // self.read_bytes))
         return layers, min(MAX_SETS, -(-ROTATED // (layers * self.read_bytes)))
 
     @property
     def resident_bytes(self) -> int:
-        """Device memory of all keys and values."""
+        """Bytes of device memory of all keys and values."""
         layers, sets = self.rotation
         return layers * sets * self.batch * self.context * self.bytes_per_token
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """How fast device memory is copied: the measure of all other rows."""
+    """Copy bandwidth of device memory, the reference for all other rows."""
 
     kind: ClassVar[str] = "copy"
     group: ClassVar[str] = "copy"
@@ -134,23 +134,23 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCheck:
-    """Paged attention against its reference. Everything that it must not read is NaN.
+    """Paged attention against its reference. All slots that it must not read are NaN.
 
     Attributes:
-      what: says what is particular about it.
+      what: short description.
       lens: tokens of the sequences.
-      counts: queries of each; None for a decode step.
+      counts: queries of each sequence; None for a decode step.
       heads: query heads.
       kv_heads: KV heads.
       dim: head_dim.
-      block: tokens in a page.
-      dtype: of pages and queries.
-      scale_dtype: of int8 pages' scales; None for pages of `dtype`.
-      window: see `paged_attention`, as the next.
-      soft_cap: see `paged_attention`.
-      sinks: whether there are.
-      padding: queries of no sequence behind the others.
-      parts: whether the two halves of each context are computed apart and merged.
+      block: tokens per page.
+      dtype: dtype of pages and queries.
+      scale_dtype: dtype of the scales of int8 pages; None for pages of `dtype`.
+      window: window of `paged_attention`.
+      soft_cap: soft cap of `paged_attention`.
+      sinks: whether heads have sinks.
+      padding: padding queries after those of the sequences.
+      parts: whether the two halves of each context are computed separately and merged.
     """
 
     kind: ClassVar[str] = "check"
@@ -173,17 +173,17 @@ class AttentionCheck:
 
     @property
     def form(self) -> Form:
-        """The kernel's."""
+        """Form of the kernel."""
         return "decode" if self.counts is None else "prefill"
 
     @property
     def group(self) -> str:
-        """As a case's."""
+        """Group of the row, see `Case.group`."""
         return f"jaxkv {self.form}"
 
     @property
     def name(self) -> str:
-        """As a case's."""
+        """Name of the row, see `Case`."""
         dtype = "int8" if self.scale_dtype else self.dtype
         size = f"block {self.block} head {self.dim} {self.heads}/{self.kv_heads} {dtype}"
         return f"check {self.form} {size}: {self.what}"
@@ -201,13 +201,13 @@ class OperationCheck:
 
     @property
     def name(self) -> str:
-        """As a case's."""
+        """Name of the row, see `Case`."""
         return f"check {self.operation}"
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerCheck:
-    """A peer's attention against a dense one, so that its time is that of the same function."""
+    """A peer's attention against dense attention, to confirm that it computes the same function."""
 
     kind: ClassVar[str] = "check"
 
@@ -215,17 +215,17 @@ class PeerCheck:
 
     @property
     def engine(self) -> str:
-        """Whose."""
+        """Engine of the case."""
         return self.case.engine
 
     @property
     def group(self) -> str:
-        """As a case's."""
+        """Group of the case."""
         return self.case.group
 
     @property
     def name(self) -> str:
-        """As a case's."""
+        """Name of the row, see `Case`."""
         return f"check {self.case.name}"
 
 
@@ -233,10 +233,10 @@ Task = Case | Copy | AttentionCheck | OperationCheck | PeerCheck
 
 
 def measure(call: Callable[[int], Any], wait: Callable[[Any], Any], sets: int, calls: int) -> dict:
-    """Microseconds of one of the `calls` that `call(i)` enqueues on the i-th set of inputs.
+    """Microseconds per call, where `call(i)` enqueues `calls` calls on the i-th set of inputs.
 
     Calls are enqueued back to back, for at least 10 ms and through all sets, between two waits for
-    the device; the median of such samples counts.
+    the device; "us" is the median of such samples.
     """
 
     def sample(count: int) -> float:
@@ -246,7 +246,7 @@ def measure(call: Callable[[int], Any], wait: Callable[[Any], Any], sets: int, c
         wait(out)
         return (time.perf_counter() - began) / count
 
-    sample(sets)  # the clocks rise, and lazy things happen
+    sample(sets)  # warm-up: clocks rise, lazy initialisation runs
     count = max(sets, min(1000, math.ceil(0.01 / sample(sets))))
     began, samples = time.perf_counter(), []
     while len(samples) < 3 or (len(samples) < 41 and time.perf_counter() - began < 0.6):
@@ -261,7 +261,7 @@ def measure(call: Callable[[int], Any], wait: Callable[[Any], Any], sets: int, c
 
 
 def verdict(error: float, tolerance: float, right: bool | None = None) -> dict:
-    """The fields of a check's row; it is right if the error is within the tolerance, or as told."""
+    """Fields of a check's row; `right` overrides the comparison of error and tolerance."""
     right = error <= tolerance if right is None else right
     return {
         "status": "ok" if right else "wrong",
@@ -271,17 +271,17 @@ def verdict(error: float, tolerance: float, right: bool | None = None) -> dict:
 
 
 class NotHere(Exception):
-    """A row that this machine cannot fill, with the reason: skipped, and not failed."""
+    """A row that this machine cannot fill, with the reason; it is skipped, not failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """What a process fills rows with.
+    """Functions of a process that fills rows.
 
     Attributes:
-      about: its libraries and device.
-      run: a task's row.
-      probe: raises if the device computes no more, as after an illegal access.
+      about: libraries and device of the process.
+      run: returns the row of a task.
+      probe: raises if the device has failed, as after an illegal access.
     """
 
     about: dict
@@ -290,16 +290,16 @@ class Engine:
 
 
 def answer(connection: Connection, module: str, log: str, seed: int, dry: bool) -> None:
-    """The life of a process that fills rows: says what it runs on, then answers task by task.
+    """Main loop of a process that fills rows: sends `Engine.about`, then a row for each task.
 
     Args:
-      connection: to the process that asks; None ends this one.
-      module: whose `start(seed, dry)` gives the `Engine`. What it raises, an import too, is
-        answered by {"error": reason}; what a row raises becomes its status and reason, and a
-        device that is lost ends the process.
-      log: a file for what libraries print.
-      seed: of the data.
-      dry: whether no GPU is wanted.
+      connection: connection to the main process, which sends tasks; None ends this process.
+      module: module whose `start(seed, dry)` returns the `Engine`. An error there, also in the
+        import, is reported as {"error": reason}; an error of a row becomes its status and reason,
+        and a lost device ends the process.
+      log: file for the output of libraries.
+      seed: seed of the data.
+      dry: whether to run without a GPU.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
@@ -317,7 +317,7 @@ def answer(connection: Connection, module: str, log: str, seed: int, dry: bool) 
             row: dict[str, Any] = {"status": "ok"} | engine.run(task)
         except NotHere as error:
             row = {"status": "skipped", "reason": str(error)}
-        except Exception as error:  # of any kind: it belongs into the table
+        except Exception as error:  # any error is a row of the table
             traceback.print_exc()
             row = {"status": "failed", "reason": _one_line(error)}
         row["seconds"] = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""The process of the GPU benchmark that runs PyTorch's attention, where PyTorch is installed."""
+"""The PyTorch process of the GPU benchmark, used if PyTorch is installed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 
 def start(seed: int, dry: bool) -> gpu_rows.Engine:
-    """This process's engine; a dry run computes on the CPU and compiles nothing."""
+    """Returns this process's engine; a dry run computes on the CPU and compiles nothing."""
     if not dry and not torch.cuda.is_available():
-        raise RuntimeError("this PyTorch sees no GPU")
+        raise RuntimeError("PyTorch finds no GPU")
     torch.manual_seed(seed)
     device = torch.device("cpu" if dry else "cuda")
     about = {
@@ -41,7 +41,7 @@ def _row(task: Case | PeerCheck, device: torch.device, rng: np.random.Generator)
         free = torch.cuda.mem_get_info()[0]
     if case.resident_bytes > 0.8 * free:
         needed, there = (f"{x / 2**30:.0f} GiB" for x in (case.resident_bytes, free))
-        raise NotHere(f"keys and values take {needed}, more than 80 % of {there}")
+        raise NotHere(f"keys and values need {needed}, more than 80 % of the free {there}")
     layers, sets = case.rotation
     attend, place = _attention(case, device, rng)
     inputs = [tuple(place(_noise(case, device)) for _ in range(2)) for _ in range(layers * sets)]
@@ -80,8 +80,8 @@ def _noise(case: Case, device: torch.device):
 def _attention(
     case: Case, device: torch.device, rng: np.random.Generator
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A function of (q [batch, heads, queries, dim], k, v), and one that gives it a k or v as it
-    wants them, of [batch, KV heads, context, dim]."""
+    """(attend, place): attention of (q [batch, heads, queries, dim], k, v), and the conversion of k
+    or v [batch, KV heads, context, dim] to its layout."""
     causal = case.form == "prefill"
     grouped = case.heads != case.kv_heads
     if case.engine == "torch_sdpa":
@@ -89,25 +89,25 @@ def _attention(
             torch.nn.functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped
         )
         return attend, lambda x: x
-    # On a CPU as it is: only what it computes matters there.
+    # Not compiled on a CPU, where only the result matters.
     function = flex.flex_attention
     if device.type == "cuda":
-        torch.compiler.reset()  # it counts how often a function is compiled, and stops
+        torch.compiler.reset()  # recompilations of a function are limited
         function = torch.compile(function, dynamic=False)
     if case.engine == "torch_flex":
         if not causal:
-            raise NotHere("its decode row is torch_flex_paged")
+            raise NotHere("decode is measured by torch_flex_paged")
         mask = flex.create_block_mask(
             lambda b, h, q, kv: q >= kv, None, None, case.queries, case.context, device=device
         )
         return functools.partial(function, block_mask=mask, enable_gqa=grouped), lambda x: x
     if causal:
-        raise NotHere("only its decode form is here")
+        raise NotHere("only decode is implemented here")
     mask, slots = _pages(case, device, rng)
     attend = functools.partial(function, block_mask=mask, enable_gqa=grouped)
 
     def place(x):
-        """[1, KV heads, slots, dim]"""
+        """Keys or values as [1, KV heads, slots, dim]."""
         x = x.transpose(0, 1).reshape(case.kv_heads, -1, case.dim)
         return torch.empty_like(x).index_copy_(1, slots, x)[None]
 
@@ -115,7 +115,7 @@ def _attention(
 
 
 def _pages(case: Case, device: torch.device, rng: np.random.Generator):
-    """The mask of pages that lie in no order, and the slot of each token, sequences in order."""
+    """The mask of shuffled pages, and the slot of each token in the order of the sequences."""
     width = case.context // case.block
     paged = PagedAttention(case.batch * width, case.block, case.batch, device=str(device))
     paged.empty_pages = rng.permutation(case.batch * width).tolist()
@@ -132,7 +132,7 @@ def _pages(case: Case, device: torch.device, rng: np.random.Generator):
 
 
 def _check(case: Case, device: torch.device, rng: np.random.Generator) -> dict:
-    """The difference from attention in float32."""
+    """Compares with attention in float32."""
     attend, place = _attention(case, device, rng)
     k, v = _noise(case, device), _noise(case, device)
     shape = (case.batch, case.heads, case.queries, case.dim)

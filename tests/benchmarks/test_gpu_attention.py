@@ -1,4 +1,4 @@
-"""The GPU benchmark's own flow, which needs no GPU: its rows, its processes, its verdicts."""
+"""The flow of the GPU benchmark, without a GPU: rows, processes and verdicts."""
 
 import argparse
 import json
@@ -44,11 +44,11 @@ def test_dry_run(tmp_path):
     assert after == before
 
 
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_the_error_names_the_dry_run():
     done = run()
     assert done.returncode == 2
     assert done.stderr == (
-        "gpu_attention needs an NVIDIA GPU, and JAX finds cpu (cpu); --dry-run does without one\n"
+        "gpu_attention needs an NVIDIA GPU, but JAX finds cpu (cpu); --dry-run runs without one\n"
     )
 
 
@@ -67,7 +67,7 @@ def start(seed, dry):
 """
 
 
-def test_rows_outlive_their_process(tmp_path, monkeypatch):
+def test_rows_are_reported_when_their_process_ends(tmp_path, monkeypatch):
     (tmp_path / "gpu_jax.py").write_text(ENGINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(gpu_attention.SECONDS, "gpu_jax", (0, 2))
@@ -81,10 +81,10 @@ def test_rows_outlive_their_process(tmp_path, monkeypatch):
     try:
         assert fill(9) == ("ok", None)
         assert fill(3) == ("failed", "ValueError: a bad row")
-        assert fill(1) == ("failed", "its process ended with 3")
+        assert fill(1) == ("failed", "the process ended with 3")
         assert fill(9) == ("ok", None)
-        assert fill(2) == ("failed", "no answer within 2 s: its process was ended")
-        ended = "2 rows of 'jaxkv decode' have ended their process"
+        assert fill(2) == ("failed", "no row within 2 s: the process was ended")
+        ended = "2 rows of 'jaxkv decode' ended their process"
         assert fill(9) == ("skipped", ended)
         assert fill(9, "prefill") == ("ok", None)
         monkeypatch.setattr(filler, "ends", 0.0)
@@ -94,7 +94,7 @@ def test_rows_outlive_their_process(tmp_path, monkeypatch):
     assert "of two lines" in (tmp_path / "log").read_text()
 
 
-def test_the_plan_checks_what_the_kernels_take_and_times_what_the_targets_name():
+def test_the_plan_checks_all_supported_shapes_and_times_all_targets():
     tasks = gpu_plan.full()
     assert len({task.name for task in tasks}) == len(tasks)
     for form in ("decode", "prefill"):
@@ -131,5 +131,5 @@ def test_targets_take_the_worst_row():
     by_what = {t.what: t for t in gpu_plan.targets([row, slower, other, triton], 100.0)}
     share = by_what["decode, context from 4096, batch from 32, block 16"]
     assert (share.got, share.rows, share.met) == (0.9, 2, False)
-    assert by_what["decode as cuDNN paged"].got == pytest.approx(1.2)
-    assert by_what["decode as JAX's deprecated op"].met is None  # of other pages
+    assert by_what["decode against cuDNN paged"].got == pytest.approx(1.2)
+    assert by_what["decode against JAX's deprecated op"].met is None  # other page size
