@@ -24,7 +24,7 @@ from jaxkv.pallas_kernels.paged_attention.prefill_gpu import prefill_gpu
 from jaxkv.pallas_kernels.paged_attention.prefill_steps_gpu import ROWS
 from jaxkv.pallas_kernels.paged_attention.products_gpu import product_of
 
-SMS = 132  # of an H100 or H200 (others are close), each with one thread block of prefill
+SMS = 132  # SMs of an H100 or H200 (others are close), one thread block of prefill each
 MIN_SPLIT = 256  # tokens of a split; its output is then a small part of the bytes it moves
 
 

@@ -59,7 +59,7 @@ def prefill_ampere(
     target.declare(target.Pipeline("prefill", 1, TILE * row_bytes))
     tile_seq, tile_first, tile_end = query_tiles(query_start, num_tokens, num_seqs, ROWS, align=1)
     num_tiles = len(tile_seq)
-    lens = jnp.concatenate([lens, jnp.zeros(1, jnp.int32)])  # of the padding
+    lens = jnp.concatenate([lens, jnp.zeros(1, jnp.int32)])  # the padding has length 0
 
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, seq_ref, first_ref,
                end_ref, out_ref, lse_ref, q_smem, p_smem, k_smem, v_smem):  # fmt: skip

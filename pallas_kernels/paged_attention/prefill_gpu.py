@@ -79,7 +79,7 @@ def prefill_gpu(
         query_start, num_tokens, num_seqs, tile_rows, TILE_ROWS
     )
     num_tiles = len(tile_seq)
-    lens = jnp.concatenate([lens, jnp.zeros(1, jnp.int32)])  # of the padding
+    lens = jnp.concatenate([lens, jnp.zeros(1, jnp.int32)])  # the padding has length 0
 
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, seq_ref, first_ref,
                end_ref, out_ref, lse_ref, q_smem, p_smem, out_smem, lse_smem, q_ready,

@@ -154,7 +154,7 @@ def prefill_xla(
     def query_tile_of(query_tile, tiles_before, skipped, i, outs):
         s = jnp.searchsorted(tiles_before, i, side="right").astype(jnp.int32)
         first = jnp.where(s > 0, tiles_before[s - 1], 0)
-        offset = skipped[s] + (i - first) * query_tile  # of the tile in its sequence
+        offset = skipped[s] + (i - first) * query_tile  # offset of the tile in its sequence
         at = query_start[s] + offset
         length = seq_lens[s]
         if causal:
