@@ -16,11 +16,13 @@ from jaxkv.pallas_kernels.formats import FORMATS
 DTYPES = {name: f.dtype for name, f in FORMATS.items() if not f.quantised}
 
 
-_MAX_PAGES = 2**31 - 1  # of a pool, each of one layer, K or V, head: kernels count them in an int32
+_MAX_PAGES = (
+    2**31 - 1
+)  # pages of a pool (one layer, K or V, one head each): kernels count them in an int32
 
 
 class ModelShape(Protocol):
-    """What a cache needs to know of a model."""
+    """Sizes of a model that a cache depends on."""
 
     @property
     def num_layers(self) -> int: ...
@@ -35,20 +37,21 @@ class CacheConfig:
     """Sizes of one paged KV cache.
 
     Attributes:
-      num_layers: transformer layers; one block holds all of them.
+      num_layers: transformer layers; a block holds all of them.
       num_kv_heads: key/value heads of a layer (not query heads).
       head_dim: elements of one head, as declared by the model (not hidden size / heads).
       num_blocks: blocks in the pool, the null block (block 0, never allocated) included.
       block_size: tokens per block.
-      max_seqs: rows of the block table: sequences that can be live at once.
-      max_blocks_per_seq: columns of the block table: the longest sequence, in blocks.
+      max_seqs: rows of the block table: most live sequences.
+      max_blocks_per_seq: columns of the block table: longest sequence, in blocks.
       dtype: element type of the pages: "float32", "bfloat16", "float16", or "int8" with a scale per
         token and KV head beside them.
       scale_dtype: element type of the scales of quantised pages: "float32" or "bfloat16".
 
     Raises:
-      ConfigError: a size is not positive, the dtype is unknown, or the pool has more pages (one a
-        block, layer, K or V, and head) than an int32 counts. Elements may be more.
+      ConfigError: a size that is not positive, an unknown dtype, or a pool with more pages (one
+        for each block, layer, K or V, and head) than an int32 can count. The number of elements
+        may exceed that.
 
     Example:
       >>> from jaxkv import CacheConfig
@@ -72,10 +75,12 @@ class CacheConfig:
         fields = dataclasses.asdict(self)
         dtype, scale_dtype = fields.pop("dtype"), fields.pop("scale_dtype")
         if dtype not in FORMATS:
-            raise ConfigError(f"{dtype=} is not one of {', '.join(FORMATS)}")
+            raise ConfigError(f"dtype must be one of {', '.join(FORMATS)}, got {dtype!r}")
         scale_dtypes = FORMATS["int8"].scale_dtypes
         if scale_dtype not in scale_dtypes:
-            raise ConfigError(f"{scale_dtype=} is not one of {', '.join(scale_dtypes)}")
+            raise ConfigError(
+                f"scale_dtype must be one of {', '.join(scale_dtypes)}, got {scale_dtype!r}"
+            )
         require_positive(**fields)
         if self.num_blocks < 2:
             raise ConfigError(
@@ -110,11 +115,11 @@ class CacheConfig:
 
     @property
     def max_len(self) -> int:
-        """Longest sequence, in tokens, that a table row can hold."""
+        """Longest sequence that a table row can hold, in tokens."""
         return self.max_blocks_per_seq * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return ceil_div(num_tokens, self.block_size)
 
     @classmethod
@@ -129,17 +134,20 @@ class CacheConfig:
         max_seqs: int = 8,
         dtype: str = "float32",
     ) -> Self:
-        """The cache of `model` that fits into `memory_bytes`, or has `num_blocks` blocks.
+        """Makes the configuration for a model, by memory budget or number of blocks.
 
         Args:
-          model: anything with `num_layers`, `num_kv_heads` and `head_dim`.
-          memory_bytes: budget of the pool in bytes; the largest pool inside it is taken.
-          num_blocks: the pool in blocks (null block included), when no budget is given. With
-            neither, the pool holds `max_seqs` sequences of `max_len`.
-          max_len: longest sequence in tokens.
+          model: any object with `num_layers`, `num_kv_heads` and `head_dim`.
+          memory_bytes: budget of the pool, in bytes; the largest pool within it is chosen.
+          num_blocks: blocks of the pool, the null block included. With neither, the pool holds
+            `max_seqs` sequences of `max_len`.
+          max_len: longest sequence, in tokens.
+          block_size: tokens per block.
+          max_seqs: most live sequences.
+          dtype: element type of the pages.
 
         Raises:
-          ConfigError: the budget holds less than one usable block, or both limits are given.
+          ConfigError: a budget below one usable block, or both limits.
         """
         if memory_bytes is not None and num_blocks is not None:
             raise ConfigError(f"give {memory_bytes=} or {num_blocks=}, not both")

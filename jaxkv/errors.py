@@ -1,20 +1,20 @@
-"""The errors that jaxkv raises on purpose: what was wrong, with numbers, and the way out."""
+"""Errors raised by jaxkv: each states what was wrong, with numbers, and how to fix it."""
 
 
 class JaxkvError(Exception):
-    """Base of every error that jaxkv raises on purpose."""
+    """Base class of the errors that jaxkv raises on purpose."""
 
 
 class ConfigError(JaxkvError, ValueError):
-    """A configuration that cannot be honoured; the message names the field."""
+    """An invalid or unsupported configuration; the message names the field."""
 
 
 class OutOfBlocksError(JaxkvError):
-    """The pool cannot give the blocks asked for. Nothing was changed.
+    """Too few blocks are available for a call. Nothing was changed.
 
     Attributes:
-      asked: blocks the call needed.
-      free: blocks it could have had.
+      asked: blocks that the call needed.
+      free: blocks that were available.
     """
 
     def __init__(self, message: str, *, asked: int, free: int):
@@ -24,15 +24,15 @@ class OutOfBlocksError(JaxkvError):
 
 
 class UnknownSequenceError(JaxkvError, KeyError):
-    """No live sequence has this id (never allocated, or freed)."""
+    """No live sequence has this id: it was never allocated, or was freed."""
 
-    def __str__(self) -> str:  # KeyError would print the message quoted
+    def __str__(self) -> str:  # KeyError would quote the message
         return str(self.args[0])
 
 
 class InvariantError(JaxkvError):
-    """`BlockManager.check()` found the bookkeeping broken; names the block and the sequence."""
+    """`BlockManager.check()` found inconsistent records; names the block and the sequence."""
 
 
 class StaleStateError(JaxkvError, RuntimeError):
-    """A `PagedState` was used after it had been donated to a step."""
+    """A `PagedState` was used after its donation to a step."""

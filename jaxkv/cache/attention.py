@@ -74,7 +74,7 @@ def attention(
     for name, x in (("k", k), ("v", v)):
         if x.shape != (q.shape[0], num_kv_heads, head_dim):
             raise ValueError(
-                f"{name}.shape={x.shape} must be {(len(q), num_kv_heads, head_dim)}: the tokens of q, "
+                f"{name}.shape={x.shape} must be {(len(q), num_kv_heads, head_dim)}: tokens of q, "
                 "KV heads and head_dim of the cache"
             )
     with jax.named_scope("kv_cache_update"):

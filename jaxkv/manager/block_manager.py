@@ -57,29 +57,30 @@ class BlockManager:
       block_size: tokens per block.
       max_seqs: rows of the block table.
       max_blocks_per_seq: columns of the block table.
-      prefix_index: how cached blocks are found: "hash" (chained block hashes), "radix" (a tree of
-        token runs) or None (they are not). Both find the same.
-      eviction: which cached block goes first: one of `jaxkv.manager.eviction.policies.POLICIES`.
-      copy_on_partial_reuse: a prompt that leaves the cached prefixes inside a block takes the
-        tokens that agree, by a copy of the block.
-      watermark: share of the pool that `can_allocate` keeps for the running sequences.
-      sliding_window: tokens that a query sees, itself included; blocks behind go back, and a prefix
-        hit needs only the blocks that its next query sees. None: all.
-      weight_version: part of every key, so that other weights never hit; see `set_weight_version`.
-      clock: monotonic clock, seconds; everything of the manager that takes time runs on it.
-      debug: `take_plan` verifies the whole bookkeeping each time.
-      hash_function: of the block keys, to 16 bytes.
+      prefix_index: index of the cached blocks: "hash" (chained block hashes), "radix" (a tree of
+        token runs) or None (no prefix cache). Both find the same blocks.
+      eviction: eviction policy, one of `jaxkv.manager.eviction.policies.POLICIES`.
+      copy_on_partial_reuse: whether a prompt that diverges from a cached prefix inside a block
+        reuses the equal tokens, by a copy of the block.
+      watermark: share of the pool kept back from new sequences, for the running ones; see
+        `can_allocate` and `allocate`.
+      sliding_window: tokens that a query sees, itself included. Blocks behind the window are freed,
+        and a prefix hit needs only the blocks that its next query sees. None: all tokens.
+      weight_version: version of the model's weights, part of every key; see `set_weight_version`.
+      clock: monotonic clock, seconds, of pins, times to live, decay and events.
+      debug: whether `take_plan` verifies the whole bookkeeping each time.
+      hash_function: hash function of the block keys, from bytes to 16 bytes.
 
     Example:
       >>> from jaxkv import BlockManager
       >>> manager = BlockManager(num_blocks=8, block_size=4, max_seqs=3, max_blocks_per_seq=4)
       >>> manager.allocate("a", [1, 2, 3, 4, 5, 6]).num_cached_tokens
       0
-      >>> manager.commit("a", 6)       # their KV is computed: the first block can be found
+      >>> manager.commit("a", 6)       # KV is computed: the first block is visible to lookups
       >>> manager.allocate("b", [1, 2, 3, 4, 9]).num_cached_tokens
       4
       >>> manager.fork("a", "c")       # shares all blocks
-      >>> manager.append("c", 7)       # copy-on-write of the partly filled one
+      >>> manager.append("c", 7)       # copy-on-write of the partly filled block
       >>> manager.block_table("a").tolist(), manager.block_table("c").tolist()
       ([1, 2], [1, 4])
       >>> manager.take_plan().copies.tolist()
@@ -124,7 +125,7 @@ class BlockManager:
             prefix_index=prefix_index, eviction=eviction, watermark=watermark,
             copy_on_partial_reuse=copy_on_partial_reuse,
         )  # fmt: skip
-        self._journal = journal = Journal(clock)
+        self.journal = journal = Journal(clock)
         self._retention = Retention(make_policy(eviction, num_blocks), journal.now)
         index = None
         if prefix_index is not None:
@@ -154,7 +155,7 @@ class BlockManager:
 
     @classmethod
     def for_config(cls, config: CacheConfig, **options: Any) -> Self:
-        """The manager of a pool of this shape; options as in the constructor."""
+        """Makes the manager for a cache of this configuration; options as in the constructor."""
         return cls(
             config.num_blocks,
             config.block_size,
@@ -164,7 +165,7 @@ class BlockManager:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The constructor's arguments as plain data, without clock and hash function."""
+        """Constructor arguments as plain data, without clock and hash function."""
         return {
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,
@@ -179,17 +180,17 @@ class BlockManager:
     @property
     def clock(self) -> Callable[[], float]:
         """The manager's clock, seconds."""
-        return self._journal.clock
+        return self.journal.clock
 
     # -- listeners ---------------------------------------------------------------------------
 
     def subscribe(self, listener: events.Listener) -> None:
         """Sends every event from now on to `listener`, within the call that causes it."""
-        self._journal.subscribe(listener)
+        self.journal.subscribe(listener)
 
     def unsubscribe(self, listener: events.Listener) -> None:
         """Ends a subscription."""
-        self._journal.unsubscribe(listener)
+        self.journal.unsubscribe(listener)
 
     # -- transitions -------------------------------------------------------------------------
 
@@ -207,52 +208,52 @@ class BlockManager:
         ttl: float | None = None,
         keep_watermark: bool = False,
     ) -> Allocation:
-        """Reserves a row, and blocks for `token_ids`: cached ones where there are. All or nothing.
+        """Reserves a row, and blocks for `token_ids`, cached blocks where possible. All or nothing.
 
-        At least the last token is left to compute, since its logits are wanted.
+        At least the last token is left to compute, since its logits are needed.
 
         Args:
-          seq_id: its name.
-          token_ids: the prompt.
-          namespace: what else its KV depends on (adapter, tenant's salt); kinds never collide, as
-            in `{"adapter": "x"}` and `{"salt": "x"}`.
-          media: ranges of placeholder tokens and what they stand for.
-          skip_prefix_cache: compute everything; the blocks are cached all the same.
+          seq_id: id of the sequence.
+          token_ids: token ids of the prompt.
+          namespace: further inputs of the KV (adapter, tenant's salt); kinds never collide, as in
+            `{"adapter": "x"}` and `{"salt": "x"}`.
+          media: ranges of placeholder tokens, and the media that they stand for.
+          skip_prefix_cache: compute all tokens; the blocks are still cached for others.
           lookahead: slots to reserve past the prompt.
-          priority: of its cached blocks against eviction; higher ones go later.
+          priority: priority of the cached blocks; higher priorities are evicted later.
           ttl: seconds after which the priority ends; None: never.
           keep_watermark: refuse where `can_allocate` says "later" because of the watermark.
 
         Raises:
           OutOfBlocksError: too few blocks, or no free row; nothing was changed.
-          JaxkvError: the id is live, there are no tokens, or they can never fit a table row.
+          JaxkvError: the id is live, the prompt is empty, or it can never fit a table row.
         """
         tokens = as_tokens(token_ids)
         length = len(tokens)
         self._expire_pins()
         if seq_id in self._table.rows:
-            raise JaxkvError(f"sequence {seq_id!r} is live already; free it first")
+            raise JaxkvError(f"sequence {seq_id!r} is already live; free it first")
         if length == 0 or lookahead < 0:
             raise JaxkvError(
-                f"sequence {seq_id!r}: {length} tokens and {lookahead=}; give at least one token "
-                "and no negative lookahead"
+                f"sequence {seq_id!r}: expected a token or more and lookahead >= 0, got {length} "
+                f"tokens and {lookahead=}"
             )
         origin = self._origin(namespace, media)
         origin.priority = priority
-        origin.expires = None if ttl is None else self._journal.now() + ttl
+        origin.expires = None if ttl is None else self.journal.now() + ttl
         count = self._admission.require(
             seq_id, tokens, origin, lookahead=lookahead, skip_prefix_cache=skip_prefix_cache,
             keep_watermark=keep_watermark,
         )  # fmt: skip
         row = self._admission.admit(seq_id, tokens, origin, count)
         cached = count.match.num_tokens
-        if self._journal.listening:
+        if self.journal.listening:
             if cached:
-                self._journal.emit(
+                self.journal.emit(
                     events.HIT, seq=seq_id, blocks=count.match.seen, num_tokens=cached,
                     queried_tokens=length,
                 )  # fmt: skip
-            self._journal.emit(
+            self.journal.emit(
                 events.ALLOCATE, seq=seq_id, blocks=self._table.live_blocks(row),
                 num_tokens=length, num_cached_tokens=cached,
                 skip_prefix_cache=skip_prefix_cache,
@@ -261,7 +262,7 @@ class BlockManager:
 
     @operation
     def commit(self, seq_id: Hashable, num_tokens: int) -> None:
-        """The KV of the next `num_tokens` tokens is computed: full blocks can be found from now on.
+        """Marks the KV of the next `num_tokens` tokens as computed; publishes full blocks.
 
         Raises:
           JaxkvError: more tokens than the sequence has left to compute.
@@ -272,19 +273,21 @@ class BlockManager:
     def commit_batch(
         self, seq_ids: Sequence[Hashable] | Rows, num_tokens: Sequence[int] | np.ndarray
     ) -> None:
-        """`commit` for several sequences. All or nothing.
+        """Commits tokens of several sequences; see `commit`. All or nothing.
 
         Raises:
           JaxkvError: more tokens than a sequence has left to compute, or an id given twice.
         """
         selected = self._table.select(seq_ids)
         if len(num_tokens) != len(selected.rows):
-            raise JaxkvError(f"{len(selected.rows)} sequences but {len(num_tokens)} counts")
+            raise JaxkvError(
+                f"expected {len(selected.rows)} counts, one per sequence, got {len(num_tokens)}"
+            )
         self._publisher.commit(selected.rows, num_tokens)
 
     @operation
     def append(self, seq_id: Hashable, token_id: int) -> None:
-        """One more token: reserves its slot. See `append_batch`."""
+        """Appends one token and reserves its slot; see `append_batch`."""
         self._writes.append(self._table.select([seq_id]), as_tokens([token_id]), self._limits)
 
     @operation
@@ -294,45 +297,50 @@ class BlockManager:
         token_ids: Sequence[int] | np.ndarray,
         counts: Sequence[int] | np.ndarray | None = None,
     ) -> None:
-        """More tokens for several sequences: reserves their slots. All or nothing.
+        """Appends tokens to several sequences and reserves their slots. All or nothing.
 
         Args:
-          seq_ids: distinct live sequences, or what `select` made of them, which is faster.
-          token_ids: i32[sum(counts)]; those of one sequence follow each other.
-          counts: i64[len(seq_ids)], at least 1 each; None: one each.
+          seq_ids: distinct live sequences, or the result of `select`, which is faster.
+          token_ids: i32[sum(counts)]; the tokens of one sequence are adjacent.
+          counts: i64[len(seq_ids)]; tokens of each sequence, at least 1; None: one each.
 
         Raises:
-          OutOfBlocksError: fewer blocks than new ones and copies are needed.
-          JaxkvError: an id given twice, a sequence that would pass its longest, or not as many
-            tokens as the counts say.
+          OutOfBlocksError: too few blocks for new blocks and copies.
+          JaxkvError: an id given twice, a sequence that would exceed its maximum length, or a
+            number of tokens other than the sum of the counts.
         """
         selected, token_ids = self._table.select(seq_ids), as_tokens(token_ids)
         if counts is None:
             if len(token_ids) != len(selected.rows):
-                raise JaxkvError(f"{len(selected.rows)} sequences but {len(token_ids)} tokens")
+                raise JaxkvError(
+                    f"expected {len(selected.rows)} tokens, one per sequence, got {len(token_ids)}"
+                )
             self._writes.append(selected, token_ids, self._limits)
             return
         counts = self._slot_counts(selected, counts)
         if len(token_ids) != counts.sum():
-            raise JaxkvError(f"counts of {counts.sum()} tokens but {len(token_ids)} tokens")
+            raise JaxkvError(
+                f"expected {counts.sum()} tokens, the sum of the counts, got {len(token_ids)}"
+            )
         self._writes.extend(selected, token_ids, counts, self._limits)
 
     @operation
     def reserve(
         self, seq_ids: Sequence[Hashable] | Rows, num_slots: int | Sequence[int] | np.ndarray
     ) -> np.ndarray:
-        """Lookahead slots: room for the next `num_slots` tokens of each sequence. All or nothing.
+        """Reserves slots for the next `num_slots` tokens of each sequence. All or nothing.
 
-        For tokens that the device makes before the host knows them: `append` finds their slots
-        there, and `truncate` to the present length gives back what was not used.
+        For tokens that the device samples before the host has them: `append` puts them into these
+        slots, and `truncate` to the present length frees the unused ones.
 
         Returns:
-          i64[n]: how many slots past its length each sequence has now, to the end of a block. They
-          are its own until it is forked, reordered or truncated.
+          i64[n]; slots past the length of each sequence, to the end of a block. Only the
+          sequence may write them, until it is forked, reordered or truncated.
 
         Raises:
-          OutOfBlocksError: fewer blocks than new ones and copies are needed.
-          JaxkvError: an id given twice, a sequence that would pass its longest, or no slot asked.
+          OutOfBlocksError: too few blocks for new blocks and copies.
+          JaxkvError: an id given twice, a sequence that would exceed its maximum length, or a
+            count below 1.
         """
         table = self._table
         selected = table.select(seq_ids)
@@ -340,17 +348,17 @@ class BlockManager:
         return table.used[selected.rows] * self.block_size - table.lengths[selected.rows]
 
     def _slot_counts(self, selected: Rows, counts: int | Sequence[int] | np.ndarray) -> np.ndarray:
-        """i64[n]: how many slots each of the selected sequences wants, at least one."""
+        """i64[n]; checked slot counts of the selected sequences."""
         wanted, n = np.asarray(counts, np.int64), len(selected.rows)
         if wanted.ndim and wanted.shape != (n,):
-            raise JaxkvError(f"{n} sequences but {wanted.size} counts")
+            raise JaxkvError(f"expected {n} counts, one per sequence, got {wanted.size}")
         if wanted.size and wanted.min() < 1:
-            raise JaxkvError(f"counts {wanted.tolist()}: at least one for each")
+            raise JaxkvError(f"counts must be at least 1, got {wanted.tolist()}")
         return wanted if wanted.ndim else np.full(n, wanted)
 
     @operation
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """A second sequence with the same tokens, which shares all blocks until one is written.
+        """Creates a sequence with the same tokens, sharing all blocks until one is written.
 
         Raises:
           OutOfBlocksError: no free row; nothing was changed.
@@ -358,70 +366,80 @@ class BlockManager:
         """
         parent = self.row(parent_id)
         if child_id in self._table.rows:
-            raise JaxkvError(f"sequence {child_id!r} is live already; free it first")
+            raise JaxkvError(f"sequence {child_id!r} is already live; free it first")
         self._limits.require_row(0)
         self._branching.fork(parent, child_id)
 
     @operation
     def reorder(self, seq_ids: Sequence[Hashable], parents: Sequence[int]) -> None:
-        """A beam step: sequence i becomes a continuation of what sequence `parents[i]` was.
+        """Performs a beam step: sequence i continues from what sequence `parents[i]` was.
 
-        Tables move, blocks do not; no block is needed.
+        Tables move, blocks do not; no new block is needed.
 
         Raises:
-          JaxkvError: not one parent per sequence, or one out of range.
+          JaxkvError: another number of parents than sequences, or a parent out of range.
         """
         rows = self._table.select(seq_ids).rows.tolist()
         if len(parents) != len(rows) or any(not 0 <= p < len(rows) for p in parents):
-            raise JaxkvError(f"parents {list(parents)} are not {len(rows)} indices below it")
+            raise JaxkvError(
+                f"parents must be {len(rows)} indices in [0, {len(rows)}), got {list(parents)}"
+            )
         self._branching.reorder(rows, [rows[p] for p in parents])
 
     @operation
     def truncate(self, seq_id: Hashable, length: int) -> None:
-        """Takes back all tokens after the first `length`, and reserved slots with them.
+        """Removes all tokens after the first `length`, and frees reserved slots.
 
         Raises:
-          JaxkvError: a length that is negative, more than the sequence has, or before what a
-            sliding window has kept; nothing was changed.
+          JaxkvError: a length that is negative, above the sequence's, or inside the part that a
+            sliding window has freed; nothing was changed.
         """
         row = self.row(seq_id)
         table, size = self._table, self.block_size
-        # The next query must not look for what the window has given back.
+        # The next query must not read what the window has freed.
         gone = int(table.dropped[row]) * size
         least = gone + (self.sliding_window or 1) - 1 if gone else 0
         if not least <= length <= table.lengths[row]:
             raise JaxkvError(
-                f"sequence {seq_id!r}: cannot truncate to {length}; it has {table.lengths[row]} "
-                f"tokens, and at least {least} must stay, since the first {gone} are gone behind "
-                "the window"
+                f"sequence {seq_id!r}: cannot truncate to {length}: it has {table.lengths[row]} "
+                f"tokens, and at least {least} must stay, since the window has freed the first "
+                f"{gone}"
             )
         self._branching.truncate(row, length)
 
     @operation
     def free(self, seq_id: Hashable) -> None:
-        """Ends a sequence. Blocks that nobody else references are cached, or free again."""
+        """Ends a sequence. Blocks without other references become cached, or free."""
         row = self.row(seq_id)
         blocks = self._table.live_blocks(row)[::-1].copy()
         self._table.close(row)
-        # Reverse order: the tail of a sequence is worth least to whoever shares its prefix.
+        # Reverse order: the tail of a sequence is the least likely to be shared.
         if len(blocks):
             self._pool.release(blocks)
-        if self._journal.listening:
-            self._journal.emit(events.FREE, seq=seq_id, blocks=blocks)
+        if self.journal.listening:
+            self.journal.emit(events.FREE, seq=seq_id, blocks=blocks)
 
     @operation
     def pin(
         self, token_ids: Sequence[int] | np.ndarray, *, ttl: float | None = None,
         namespace: Any = None,
     ) -> int:  # fmt: skip
-        """Keeps the cached blocks of a prefix from eviction; returns how many tokens they hold.
+        """Pins the cached blocks of a prefix, so that they are not evicted.
 
-        Pinning again renews. `ttl`: seconds after which the pin ends; None: until `unpin`.
+        Pinning the same prefix again renews the pin.
+
+        Args:
+          token_ids: token ids of the prefix; its full blocks are pinned as far as they are cached.
+          ttl: seconds after which the pin ends; None: until `unpin`.
+          namespace: namespace of the prefix, as in `allocate`.
+
+        Returns:
+          Number of tokens in the pinned blocks.
         """
         tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
         whole = len(tokens) // self.block_size * self.block_size
         match = self._admission.match(tokens[:whole], origin, end=whole)
-        ends = None if ttl is None else self._journal.now() + ttl
+        ends = None if ttl is None else self.journal.now() + ttl
         keys = self._admission.keys(tokens, origin)
         self._pins.set(keys, match.seen.tolist(), ends)
         return len(match.hits) * self.block_size
@@ -431,15 +449,15 @@ class BlockManager:
         """Ends a pin.
 
         Raises:
-          JaxkvError: there is none of this prefix.
+          JaxkvError: the prefix is not pinned.
         """
         tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
         self._pins.drop(self._admission.keys(tokens, origin))
 
     @operation
     def end_pins(self) -> None:
-        """Ends the pins whose time is over; every call does that by itself."""
-        self._pins.expire(self._journal.now())
+        """Ends expired pins. Other calls do so by themselves."""
+        self._pins.expire(self.journal.now())
 
     @operation
     def begin_transfer(self, blocks: Sequence[int]) -> int:
@@ -464,7 +482,7 @@ class BlockManager:
 
     @operation
     def complete_transfer(self, transfer: int) -> None:
-        """Ends the holds of a transfer: its copy has run, or was given up.
+        """Ends the holds of a transfer, after its copy has run or was cancelled.
 
         Raises:
           JaxkvError: no such transfer is in flight.
@@ -477,28 +495,28 @@ class BlockManager:
 
     @operation
     def evict(self, blocks: Sequence[int]) -> None:
-        """Drops given cached blocks, and those that are found only through them.
+        """Evicts given cached blocks, and the blocks that are found only through them.
 
         Raises:
-          JaxkvError: one is referenced, pinned, being copied, or not cached; nothing was changed.
+          JaxkvError: a block is referenced, held, or not cached; nothing was changed.
         """
         self._expire_pins()
         self._pool.evict(blocks)
 
     @operation
     def set_weight_version(self, version: int | str) -> None:
-        """The weights have changed: sequences from now on neither hit nor share what was before.
+        """Sets the version of the weights: new sequences neither hit nor share older blocks.
 
-        What the running ones hold comes from the old weights and stays under their version.
+        Blocks of running sequences come from the old weights and stay under the old version.
         """
         self.weight_version = version
 
     @operation
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
-        """Forgets all cached content. False, and nothing changed, while sequences are live.
+        """Drops all cached content. Returns False, with nothing changed, while sequences are live.
 
-        With `force` running sequences keep their blocks, but none of what they hold is ever found:
-        it may come from before the reset.
+        With `force` running sequences keep their blocks, which are never published: their content
+        may predate the reset.
         """
         if self._table.rows and not force:
             return False
@@ -506,61 +524,61 @@ class BlockManager:
         self._pool.clear()
         for row in self._table.rows.values():
             self._table.origin(row).publishes = False
-        if self._journal.listening:
-            self._journal.emit(events.CLEARED)
+        if self.journal.listening:
+            self.journal.emit(events.CLEARED)
         return True
 
     @operation
     def note(self, kind: str, seq_id: Hashable, detail: dict[str, Any]) -> None:
-        """Puts an event of the caller's into the log, such as a preemption and its reason."""
-        if self._journal.listening:
-            self._journal.emit(kind, seq=seq_id, **detail)
+        """Emits an event of the caller, such as a preemption and its reason."""
+        if self.journal.listening:
+            self.journal.emit(kind, seq=seq_id, **detail)
 
     @operation
     def take_plan(self) -> Plan:
-        """Everything the device has not been told yet; the next call starts afresh."""
+        """Returns the changes since the last plan, for the device."""
         cells, lengths = self._table.drain()
         copies = self._writes.take_copies()
         if self.debug:
             self.check()
         return Plan(copies=copies, cells=cells, lengths=lengths)
 
-    # -- questions ---------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------
 
     def row(self, seq_id: Hashable) -> int:
         """The sequence's row in the block table."""
         return self._table.row(seq_id)
 
     def select(self, seq_ids: Sequence[Hashable]) -> Rows:
-        """Rows of several sequences, for calls that are repeated with the same ones.
+        """Rows of several sequences, checked once, for repeated calls with the same ones.
 
         Raises:
-          JaxkvError: a sequence named twice.
+          JaxkvError: an id given twice.
         """
         return self._table.select(seq_ids)
 
     def length(self, seq_id: Hashable) -> int:
-        """Tokens of the sequence, KV written or not."""
+        """Number of tokens of the sequence, KV computed or not."""
         return int(self._table.lengths[self.row(seq_id)])
 
     def num_computed_tokens(self, seq_id: Hashable) -> int:
-        """Leading tokens whose KV is written."""
+        """Number of leading tokens whose KV is computed."""
         return int(self._table.computed[self.row(seq_id)])
 
     def token_ids(self, seq_id: Hashable) -> np.ndarray:
-        """i32[n]: the sequence's tokens, without those behind a sliding window."""
+        """i32[n]; the sequence's token ids, without those behind a sliding window."""
         row = self.row(seq_id)
         first = self._table.dropped[row] * self.block_size
         tokens = self._pool.tokens[self._table.live_blocks(row)].reshape(-1)
         return tokens[: self._table.lengths[row] - first].copy()
 
     def block_table(self, seq_id: Hashable) -> np.ndarray:
-        """i32[blocks of the sequence], a copy; null blocks behind a sliding window."""
+        """i32[n]; a copy of the sequence's block table; null blocks behind a sliding window."""
         row = self.row(seq_id)
         return self._table.blocks[row, : self._table.used[row]].copy()
 
     def locate(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks and offsets of (row, position) pairs, i32[n] each. Positions are not checked."""
+        """Blocks and offsets, i32[n] each, of (row, position) pairs. Positions are not checked."""
         columns, offsets = self._table.split(positions)
         flat = rows * self.max_blocks_per_seq + columns
         return np.take(self._table.blocks, flat), offsets
@@ -573,7 +591,7 @@ class BlockManager:
         self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None,
         media: Iterable[Media] = (),
     ) -> int:  # fmt: skip
-        """How many leading tokens are cached. Changes nothing, not even their age."""
+        """Number of leading tokens that are cached. Changes nothing, not even their age."""
         tokens = as_tokens(token_ids)
         origin = self._origin(namespace, media)
         return self._admission.match(tokens, origin, end=len(tokens)).num_tokens
@@ -581,7 +599,7 @@ class BlockManager:
     def block_hashes(
         self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None
     ) -> list[bytes]:
-        """Chained hashes of the full blocks of a prompt: equal where the prefixes are."""
+        """Chained hashes of the full blocks of a prompt; equal for equal prefixes."""
         tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
         return self._admission.keys(tokens, origin).hashes()
 
@@ -589,7 +607,7 @@ class BlockManager:
         self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None,
         media: Iterable[Media] = (), lookahead: int = 0,
     ) -> Admission:  # fmt: skip
-        """Whether `allocate` would give these tokens their blocks now, later or never."""
+        """Reports whether a prompt fits now, later or never, the watermark kept."""
         self._expire_pins()
         origin = self._origin(namespace, media)
         return self._admission.verdict(as_tokens(token_ids), origin, lookahead)
@@ -614,8 +632,8 @@ class BlockManager:
     # -- inside ------------------------------------------------------------------------------
 
     def _expire_pins(self) -> None:
-        """Ends the pins whose time is over. Questions do it too: it counts as an operation."""
-        if self._pins.due(self._journal.now()):
+        """Ends expired pins, as an operation of the log: queries do it too."""
+        if self._pins.due(self.journal.now()):
             self.end_pins()
 
     def _origin(self, namespace: Any, media: Iterable[Media]) -> Origin:

@@ -11,14 +11,14 @@ from jaxkv.manager.writes import Writes
 
 
 class Branching:
-    """Changes of what a row's table names. The caller has checked what can be refused."""
+    """Moves of table rows. The caller has checked the arguments."""
 
     def __init__(self, pool: BlockPool, table: SequenceTable, writes: Writes):
         self._pool, self._table, self._writes = pool, table, writes
         self._size = pool.block_size
 
     def fork(self, parent: int, child_id: Hashable) -> None:
-        """A row that shares all the parent's blocks."""
+        """Opens a row that shares all blocks of its parent."""
         table = self._table
         child = table.open(child_id, self._table.origin(parent).copy())
         dropped, used = int(table.dropped[parent]), self._written_columns(parent)
@@ -31,12 +31,12 @@ class Branching:
         table.clear_cursor(parent)
 
     def _written_columns(self, row: int) -> int:
-        """Columns that hold tokens; slots reserved past the length stay the row's own."""
+        """Columns that hold tokens, without those of reserved slots."""
         table = self._table
         return max(int(table.dropped[row]), -(-int(table.lengths[row]) // self._size))
 
     def reorder(self, rows: list[int], sources: list[int]) -> None:
-        """Row i becomes what row `sources[i]` was."""
+        """Makes row i what row `sources[i]` was."""
         table = self._table
         columns = (table.lengths, table.computed, table.published, table.dropped)
         old = {
@@ -66,7 +66,7 @@ class Branching:
         table.clear_cursor(rows)
 
     def truncate(self, row: int, length: int) -> None:
-        """Takes back the tokens after the first `length`, and reserved slots."""
+        """Removes the tokens after the first `length`, and reserved slots."""
         table, pool = self._table, self._pool
         origin = table.origin(row)
         keep = -(-length // self._size)
@@ -87,5 +87,5 @@ class Branching:
         if length % self._size:
             block = int(table.blocks[row, keep - 1])
             if pool.indexed[block] and pool.ref_counts[block] == 1 and block not in pool.kept:
-                pool.withdraw(block, "truncated")  # its end is about to be written anew
+                pool.withdraw(block, "truncated")  # its end will be rewritten
         self._writes.refresh_cursor(row)

@@ -1,7 +1,7 @@
-"""What happens in a block manager, as a stream of events that anyone can listen to.
+"""Events of a block manager, sent to subscribed listeners.
 
-Two kinds of listener need it: people who ask why a block went where it did (the log, JSON lines),
-and programs that mirror the cache or count (metrics, routers). Host code: imports no JAX.
+Logs (JSON lines) explain why a block was moved; programs such as metrics and routers count events
+or mirror the cache. Host code: imports no JAX.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from jaxkv._util import to_plain
 
-STORED = "BlockStored"  # a block became findable
-REMOVED = "BlockRemoved"  # a block is findable no more
-CLEARED = "AllBlocksCleared"  # reset_prefix_cache: nothing is findable
+STORED = "BlockStored"  # a block became visible to lookups
+REMOVED = "BlockRemoved"  # a block is no longer visible to lookups
+CLEARED = "AllBlocksCleared"  # reset_prefix_cache: no block is visible
 ALLOCATE, FREE, COPY, EVICT, HIT = "allocate", "free", "copy", "evict", "hit"
-PREEMPT = "preempt"  # an engine took a running sequence's blocks
-OPERATION = "operation"  # a public call, with arguments and result: what `jaxkv replay` runs again
+PREEMPT = "preempt"  # an engine preempted a running sequence
+OPERATION = "operation"  # a public call with arguments and result, which `jaxkv replay` runs again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
+    """One event.
 
     Attributes:
       kind: one of the names above.
-      time: seconds, of the manager's clock.
-      seq: the sequence concerned, if one is.
-      blocks: the blocks concerned.
-      ref_counts: theirs, afterwards.
-      free_count: blocks that an allocation could take, afterwards (cached ones included).
-      detail: what else belongs to this kind. BlockStored: hash, parent_hash (hex), token_ids,
+      time: time on the manager's clock, seconds.
+      seq: id of the sequence; None: not about one.
+      blocks: block ids.
+      ref_counts: ref counts of these blocks after the event.
+      free_count: blocks that an allocation could take after the event, cached ones included.
+      detail: further fields of this kind. BlockStored: hash, parent_hash (hex), token_ids,
         namespace. BlockRemoved: hash, reason. hit: num_tokens, queried_tokens. allocate:
         num_tokens, num_cached_tokens. copy: blocks are (source, destination). evict: age and idle,
         seconds since stored and since last used. preempt: reason. operation: name,
@@ -49,7 +49,7 @@ class Event:
     detail: Mapping[str, Any]
 
     def to_json(self) -> str:
-        """One line."""
+        """The event as one line of JSON."""
         return json.dumps(to_plain(self), default=_as_text)
 
 
@@ -86,5 +86,5 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, set | frozenset):
-        return sorted(value)
+        return sorted(cast(set[Any], value))
     return str(value)

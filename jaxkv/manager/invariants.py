@@ -1,4 +1,4 @@
-"""The whole bookkeeping of a block manager, verified from the ground up."""
+"""Verification of the whole bookkeeping of a block manager, from first principles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_manager(
     copies: Mapping[int, int],
     transfers: Mapping[int, list[int]],
 ) -> None:
-    """Raises InvariantError, naming block, sequence and counts, unless everything agrees."""
+    """Raises InvariantError, naming block, sequence and counts, unless all records agree."""
     _check_rows(pool, table)
     _check_counts(pool, table)
     _check_holds(pool, pins, copies, transfers)
@@ -113,7 +113,7 @@ def _check_counts(pool: BlockPool, table: SequenceTable) -> None:
 
 
 def _check_places(pool: BlockPool, table: SequenceTable) -> None:
-    """Every block is in exactly one place: referenced or held, cached, free."""
+    """Every block is in exactly one place: referenced or held, cached, or free."""
     free = pool.free_blocks().tolist()
     if len(set(free)) != len(free):
         raise InvariantError(f"a block is free twice: {sorted(free)}")
@@ -140,7 +140,7 @@ def _check_places(pool: BlockPool, table: SequenceTable) -> None:
 
 
 def _check_index(pool: BlockPool) -> None:
-    """Every indexed block has an indexed parent, but behind a window, and is known to it."""
+    """Every indexed block is a child of its parent, which is indexed except behind a window."""
     tree = pool.tree
     blocks = np.flatnonzero(pool.indexed).tolist()
     if pool.index is not None and len(pool.index) != len(blocks):
@@ -150,7 +150,9 @@ def _check_index(pool: BlockPool) -> None:
         if parent == GONE and pool.leaf_first:
             raise InvariantError(f"block {block} is indexed, its parent is not")
         if parent >= 0 and (not pool.indexed[parent] or block not in tree.children(parent)):
-            raise InvariantError(f"block {block} is indexed below {parent}, which does not know it")
+            raise InvariantError(
+                f"block {block} is indexed below {parent}, but is not among its children"
+            )
         for child in tree.children(block):
             if tree.parents[child] != block:
                 raise InvariantError(f"block {child} is a child of {block}, not of its parent")

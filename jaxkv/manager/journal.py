@@ -81,7 +81,8 @@ class Journal:
 class HasJournal(Protocol):
     """An object whose calls can be recorded."""
 
-    _journal: Journal
+    @property
+    def journal(self) -> Journal: ...
 
 
 def operation[Owner: HasJournal, **Params, Result](
@@ -92,11 +93,11 @@ def operation[Owner: HasJournal, **Params, Result](
 
     @functools.wraps(method)
     def call(self: Owner, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        if not self._journal.listening:
+        if not self.journal.listening:
             return method(self, *args, **kwargs)
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
-        return self._journal.record(
+        return self.journal.record(
             method.__name__, arguments, lambda: method(self, *args, **kwargs)
         )
 

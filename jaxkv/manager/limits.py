@@ -1,4 +1,4 @@
-"""The refusals: each says what was asked, what there is, and the way out."""
+"""Capacity checks. Each error states what was requested, what is available, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxkv.manager.table import SequenceTable
 
 
 class Limits:
-    """What a pool and its table can give now, and ever."""
+    """Capacity of a pool and its table, now and at most."""
 
     def __init__(self, pool: BlockPool, table: SequenceTable, expire_pins: Callable[[], None]):
         self._pool, self._table, self._expire_pins = pool, table, expire_pins
 
     def available(self) -> int:
-        """Blocks that can be taken: free ones, and cached ones that nothing keeps."""
+        """Number of blocks that can be taken: free blocks, and cached ones without holds."""
         self._expire_pins()
         return self._pool.num_available
 
     def num_idle(self, blocks: np.ndarray) -> int:
-        """How many of these cached blocks are among the available ones."""
+        """Number of these cached blocks that count as available."""
         idle = blocks[self._pool.ref_counts[blocks] == 0]
         holds = self._pool.holds
         return len(idle) - sum(b in holds for b in idle.tolist()) if holds else len(idle)
@@ -39,7 +39,7 @@ class Limits:
           kept_back: available blocks that must be left.
         """
         wanted = needed + kept_back
-        # Pins that are over are worth a look only when blocks are short.
+        # Expired pins matter only when blocks are short.
         if wanted <= self._pool.num_available or wanted <= (available := self.available()):
             return
         pool, size = self._pool, self._pool.block_size
@@ -53,7 +53,7 @@ class Limits:
         )
 
     def require_columns(self, seq_id: Hashable, length: int) -> None:
-        """Raises JaxkvError if a sequence of this length never fits."""
+        """Raises JaxkvError if a sequence of this length can never fit."""
         pool, width = self._pool, self._table.max_blocks_per_seq
         longest = self.longest() * pool.block_size
         if length > longest:

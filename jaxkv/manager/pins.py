@@ -1,4 +1,4 @@
-"""Prefixes that stay cached until somebody says otherwise, or for a time."""
+"""Pinned prefixes: cached until they are unpinned, or for a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxkv.manager.prefix.keys import BlockKeys
 
 
 class Pins:
-    """Holds on cached blocks, by prefix."""
+    """Pins of cached blocks, by prefix."""
 
     def __init__(self, pool: BlockPool):
         self._pool = pool
@@ -18,11 +18,11 @@ class Pins:
         self._ends: list[tuple[float, bytes]] = []  # heap
 
     def held(self) -> list[int]:
-        """Blocks of all pins, each as often as it is pinned."""
+        """Blocks of all pins, each once per pin."""
         return [block for blocks, _ in self._pins.values() for block in blocks]
 
     def set(self, keys: BlockKeys, blocks: list[int], expires: float | None) -> None:
-        """Pins the blocks that hold the leading part of `keys`; replaces a pin of the same."""
+        """Pins the cached blocks of a prefix; replaces an earlier pin of the same prefix."""
         name = _name(keys)
         self._pool.hold(blocks, "pin")
         if name in self._pins:
@@ -30,7 +30,9 @@ class Pins:
         self._pins[name] = list(blocks), expires
         if expires is not None:
             heapq.heappush(self._ends, (expires, name))
-        if len(self._ends) > 2 * len(self._pins) + 64:  # most were renewed or dropped
+        if (
+            len(self._ends) > 2 * len(self._pins) + 64
+        ):  # most entries are of renewed or dropped pins
             self._ends = [(e, n) for n, (_, e) in self._pins.items() if e is not None]
             heapq.heapify(self._ends)
 
@@ -38,22 +40,22 @@ class Pins:
         """Ends a pin.
 
         Raises:
-          JaxkvError: there is none.
+          JaxkvError: the prefix is not pinned.
         """
         name = _name(keys)
         if name not in self._pins:
             raise JaxkvError(
-                f"no pin of these {keys.tokens.size} tokens; {len(self._pins)} prefixes are pinned"
+                f"these {keys.tokens.size} tokens are not pinned; {len(self._pins)} prefixes are"
             )
         blocks, _ = self._pins.pop(name)
         self._pool.unhold(blocks[::-1], "pin")
 
     def due(self, now: float) -> bool:
-        """Whether the time of some pin may be over."""
+        """Whether a pin may have expired."""
         return bool(self._ends) and self._ends[0][0] <= now
 
     def expire(self, now: float) -> None:
-        """Ends the pins whose time is over."""
+        """Ends expired pins."""
         while self._ends and self._ends[0][0] <= now:
             end, name = heapq.heappop(self._ends)
             if name in self._pins and self._pins[name][1] == end:

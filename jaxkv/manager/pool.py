@@ -1,8 +1,8 @@
-"""The blocks themselves: who references them, what they hold, which can be taken.
+"""The pool of blocks: reference counts, holds, contents and free blocks.
 
 A block is active (a sequence references it), cached (no sequence does, but a prefix lookup would
-find it) or free (holds nothing). The tokens of a block are kept beside its KV, so that content can
-be compared, hashed and forked without asking the sequence.
+find it) or free (unused). The token ids of a block are stored beside its KV, so that content can be
+compared, hashed and forked without its sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jaxkv.manager.prefix.tree import GONE, ROOT, BlockTree
 from jaxkv.manager.prefix.window import longest_hit
 
 HoldReason = Literal["copy", "pin", "transfer"]
-_ONE = np.ones((), np.int32)  # NumPy takes longer over a Python integer
+_ONE = np.ones((), np.int32)  # faster in NumPy than a Python integer
 
 
 def all_zero(array: np.ndarray) -> bool:
-    """Whether no bit is set: several times as fast as `any` on a few hundred numbers."""
+    """Whether all bits are 0; several times as fast as `any` on a few hundred numbers."""
     return array.tobytes() == bytes(array.nbytes)
 
 
@@ -41,12 +41,12 @@ class BlockPool:
     Args:
       num_blocks: the null block included.
       block_size: tokens per block.
-      index: makes the index that finds blocks by content, from the pool's tokens and parents;
-        None: no block is ever found.
-      policy: chooses which cached block goes when the free ones are used up.
-      partial: finds the best partly matching block; None: whole blocks only.
-      window: tokens that a query sees; None: all. With one, blocks are found without those before.
-      journal: clock, and the receiver of events.
+      index: makes the prefix index, from the pool's tokens and parents; None: no prefix cache.
+      policy: chooses the cached block to evict when no block is free.
+      partial: index of partly matching blocks; None: whole blocks only.
+      window: tokens that a query sees; None: all. With a window, blocks are found without their
+        predecessors.
+      journal: clock, and receiver of events.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.policy, self.partial = policy, partial
         self._window = window
-        self.leaf_first = window is None  # no block outlives its parent's content
+        self.leaf_first = window is None  # True: no block is cached without its parent
         self._journal = journal
-        self.ref_counts = np.zeros(num_blocks, np.int32)  # table entries that name the block
+        self.ref_counts = np.zeros(num_blocks, np.int32)  # table cells that name the block
         self.tokens = np.zeros((num_blocks, block_size), "<i4")
-        self.indexed = np.zeros(num_blocks, bool)  # a lookup would find it
-        self.hashes: list[bytes] = [b""] * num_blocks  # of the indexed ones
+        self.indexed = np.zeros(num_blocks, bool)  # visible to lookups
+        self.hashes: list[bytes] = [b""] * num_blocks  # hashes of indexed blocks
         self.tree = BlockTree(num_blocks)
         self.index = index(self.tokens, self.tree.parents) if index is not None else None
         self.stored_at = np.zeros(num_blocks)
@@ -79,12 +79,12 @@ class BlockPool:
         self.holds: dict[int, int] = {}
         self.held_for: dict[HoldReason, dict[int, int]] = {"copy": {}, "pin": {}, "transfer": {}}
         self.kept: dict[int, int] = {}
-        # A stack: what was freed last is taken first, and is most likely still in a cache.
+        # A stack: the block freed last is taken first, since it is most likely in a CPU cache.
         self._free = np.arange(num_blocks - 1, -1, -1)
         self._num_free = num_blocks - 1
-        self.num_cached = 0  # unreferenced and indexed, held ones included
-        self.num_held_idle = 0  # of these, the held
-        # Victims whose descendants are still cached: they follow when the last child has gone.
+        self.num_cached = 0  # unreferenced and indexed, held blocks included
+        self.num_held_idle = 0  # held blocks among them
+        # Victims with cached descendants: they are evicted after their last child.
         self._waiting: dict[int, None] = {}
         self._next_victims: dict[int, None] = {}
         self.peak_active = 0
@@ -93,12 +93,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of free blocks."""
         return self._num_free
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` could give: free ones and cached ones that nobody holds."""
+        """Number of blocks that `take` could return: free blocks, and cached ones without holds."""
         return self._num_free + self.num_cached - self.num_held_idle
 
     def counts_of(self, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
@@ -106,13 +106,13 @@ class BlockPool:
         return tuple(self.ref_counts[list(blocks)].tolist()), self.num_available
 
     def free_blocks(self) -> np.ndarray:
-        """i64, the free blocks, next to be taken last."""
+        """i64; the free blocks, the next to be taken last."""
         return self._free[: self._num_free]
 
     # -- references --------------------------------------------------------------------------
 
     def take(self, count: int) -> np.ndarray:
-        """`count` blocks with one reference each, contents undefined. The caller has checked
+        """Takes `count` blocks, one reference each, contents undefined. The caller has checked
         `num_available`."""
         while self._num_free < count:
             self._evict_one()
@@ -126,9 +126,9 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: np.ndarray, *, hit: bool) -> None:
-        """One more reference to each, by a prefix hit or a fork."""
+        """Adds a reference to each block, for a prefix hit or a fork."""
         counts = self.ref_counts[blocks]
-        if all_zero(counts):  # the common case, without a pass for each of the two answers
+        if all_zero(counts):  # the common case, in one pass
             self.ref_counts[blocks] = 1
             self._leave_cache(blocks)
         else:
@@ -146,7 +146,7 @@ class BlockPool:
         self.peak_active = max(self.peak_active, active)
 
     def release(self, blocks: np.ndarray) -> None:
-        """One reference less to each: distinct blocks, in the order in which they should go."""
+        """Removes a reference from each of distinct blocks, given in eviction order."""
         counts = self.ref_counts[blocks]
         np.subtract(counts, _ONE, counts)
         self.ref_counts[blocks] = counts
@@ -164,7 +164,7 @@ class BlockPool:
         self._retire(blocks)
 
     def _retire(self, blocks: np.ndarray) -> None:
-        """Blocks that nothing references: cached if a lookup finds them, else free."""
+        """Makes unreferenced blocks cached, if they are visible to lookups, or free."""
         found = self.indexed[blocks]
         if b"\0" not in found.tobytes():
             cached, free = blocks, blocks[:0]
@@ -174,12 +174,12 @@ class BlockPool:
             self.num_cached += len(cached)
             self.policy.idle(cached)
         if len(free):
-            # The stack is read from its end, so that the first to go must come last.
+            # The stack is read from its end, so that the first block goes last.
             self._free[self._num_free : self._num_free + len(free)] = free[::-1]
             self._num_free += len(free)
 
     def _leave_cache(self, blocks: np.ndarray) -> None:
-        """Idle cached blocks are referenced, held or withdrawn: no longer candidates."""
+        """Removes blocks from the eviction candidates: they are referenced, held or withdrawn."""
         self.num_cached -= len(blocks)
         self.policy.busy(blocks)
         if self.holds:
@@ -190,7 +190,7 @@ class BlockPool:
                 self._next_victims.pop(block, None)
 
     def hold(self, blocks: Iterable[int], reason: HoldReason) -> None:
-        """Keeps blocks as they are without a table entry, until `unhold` with the same reason."""
+        """Holds blocks without a table cell, until `unhold` with the same reason."""
         for block in blocks:
             if block not in self.holds and self.ref_counts[block] == 0:
                 self._leave_cache(np.array([block]))
@@ -220,9 +220,9 @@ class BlockPool:
     # -- contents ----------------------------------------------------------------------------
 
     def match(self, keys: BlockKeys, at_most: int | None = None) -> np.ndarray:
-        """i64: blocks that hold the leading blocks of `keys`, at most so many.
+        """i64; cached blocks of the leading blocks of `keys`, at most `at_most`.
 
-        With a sliding window the longest prefix that can be continued: 0 for what is behind it.
+        With a sliding window, those of the longest prefix that can be continued, 0 behind it.
         """
         if self.index is None:
             return np.zeros(0, np.int64)
@@ -232,11 +232,11 @@ class BlockPool:
     def publish(
         self, keys: BlockKeys, parent: int, blocks: np.ndarray, namespace: Any
     ) -> np.ndarray:
-        """The KV of full blocks is computed: a lookup finds them from now on.
+        """Makes full, computed blocks visible to lookups.
 
         Returns:
-          i64[len(blocks)]: the block to use for each content. Where a content is there already,
-          that is the older block; the caller goes over to it and releases its own.
+          i64[len(blocks)]; the block to use for each content. For content that is cached already,
+          that is the older block; the caller switches to it and releases its own.
         """
         index = self.index
         assert index is not None
@@ -244,7 +244,7 @@ class BlockPool:
         blocks = np.concatenate([np.where(old > 0, old, blocks[: len(old)]), blocks[len(old) :]])
         missing = np.flatnonzero(old == 0).tolist() if not self.leaf_first else []
         missing += range(len(old), len(keys))
-        while missing:  # one run at the end, but where a window has left gaps
+        while missing:  # one run at the end, unless a window has left gaps
             start = missing[0]
             stop = start + next((i for i, m in enumerate(missing) if m != start + i), len(missing))
             before = int(blocks[start - 1]) if start else parent
@@ -259,7 +259,7 @@ class BlockPool:
         return blocks
 
     def _adopt(self, block: int, parent: int) -> None:
-        """A block that had outlived its parent's content has a parent again."""
+        """Gives a parent to a block that had outlived its own."""
         if self.tree.parents[block] == GONE:
             self.tree.attach(block, parent)
 
@@ -299,30 +299,30 @@ class BlockPool:
         return self.leaf_first and self.index.adds_leaves
 
     def publish_leaves(self, parents: np.ndarray, blocks: np.ndarray, hashes: list[bytes]) -> None:
-        """`publish` of one block below each of these parents, whose hashes are not in the index."""
+        """Publishes one block below each of these parents; the hashes are not in the index."""
         assert self.index is not None
         self.index.add_leaves(hashes, blocks.tolist())
         self.tree.add_leaves(blocks, parents)
         self._store(blocks, hashes)
 
     def withdraw(self, block: int, reason: str) -> None:
-        """No lookup finds the block any more, nor what nothing can reach without it."""
+        """Hides a block from lookups, with the descendants that are found only through it."""
         for each in self.tree.subtree(block) if self.leaf_first else [block]:
             idle = self.ref_counts[each] == 0
             if idle:
-                self._leave_cache(np.array([each]))  # first: a policy forgets what is removed
+                self._leave_cache(np.array([each]))  # first: policies drop removed blocks
             self._remove(each, reason)
             if idle and each not in self.holds:
                 self._retire(np.array([each]))
 
     def _remove(self, block: int, reason: str) -> None:
-        """Out of the index."""
+        """Removes a block from the index."""
         assert self.index is not None
         parent = self.tree.parents.item(block)
         self.index.remove(block, self.hashes[block])
         orphans = self.tree.remove(block)
         if self.partial is not None:
-            for each in (block, *orphans):  # which are looked for by their parents
+            for each in (block, *orphans):  # they are indexed by their parents
                 self.partial.remove(each)
         if parent in self._waiting and not self.tree.has_children(parent):
             del self._waiting[parent]
@@ -336,7 +336,7 @@ class BlockPool:
             )
 
     def clear(self) -> int:
-        """Nothing is found any more; returns how many blocks were."""
+        """Hides all blocks from lookups; returns their number."""
         blocks = np.flatnonzero(self.indexed)
         if self.index is None or not len(blocks):
             return 0
@@ -358,24 +358,24 @@ class BlockPool:
         return len(blocks)
 
     def keep(self, blocks: np.ndarray, priority: int, expires: float | None, *, new: bool) -> None:
-        """Gives content a priority against eviction; what is not new keeps the higher one."""
+        """Gives content a priority; content that is not new keeps the higher priority."""
         self.policy.keep(blocks, priority, expires, new=new)
 
     def copied(self, source: int, destination: int) -> None:
-        """A copy was queued: for the log."""
+        """Emits the event of a queued copy."""
         if self._journal.listening:
             self._journal.emit(events.COPY, blocks=(source, destination))
 
     # -- eviction ----------------------------------------------------------------------------
 
     def _evict_one(self) -> None:
-        """Makes one cached block free: the policy's choice, the deepest of a prefix first."""
+        """Evicts the block that the policy chooses; of a prefix, the deepest first."""
         block = self._victim()
         now = self._journal.now()
         age, idle = now - self.stored_at.item(block), now - self.last_access.item(block)
         if self.leaf_first and self.tree.has_children(block):
             self.withdraw(block, "evicted")
-        else:  # nobody holds a victim, and the policy has let go of it
+        else:  # a victim has no holds and is no longer a candidate
             self._remove(block, "evicted")
             self.num_cached -= 1
             self._free[self._num_free] = block
@@ -390,7 +390,7 @@ class BlockPool:
             if not self.leaf_first or not self.tree.has_children(block):
                 return block
             self._waiting[block] = None
-        # What is left has held descendants: the source of a copy under way.
+        # The remaining candidates have held descendants, such as the source of a copy.
         block, _ = self._waiting.popitem()
         while (child := next((c for c in self.tree.children(block) if c in self._waiting), 0)) != 0:
             self._waiting[block] = None
@@ -411,10 +411,10 @@ class BlockPool:
                 raise JaxkvError(f"block {block} is free: it holds no content")
 
     def evict(self, blocks: Iterable[int]) -> None:
-        """Drops given cached blocks, and what only they lead to.
+        """Evicts given cached blocks, and blocks that are found only through them.
 
         Raises:
-          JaxkvError: one is referenced, held, or not cached; nothing was changed.
+          JaxkvError: a block is referenced, held, or not cached; nothing was changed.
         """
         blocks = list(blocks)
         for block in blocks:
@@ -422,7 +422,7 @@ class BlockPool:
                 raise JaxkvError(
                     f"block {block} cannot be evicted: "
                     + (
-                        f"it is none of the blocks 1 to {self.num_blocks - 1}"
+                        f"the blocks of the pool are 1 to {self.num_blocks - 1}"
                         if not 0 < block < self.num_blocks
                         else f"ref count {self.ref_counts[block]}, "
                         f"{self.holds.get(block, 0)} holds, "
@@ -430,5 +430,5 @@ class BlockPool:
                     )
                 )
         for block in blocks:
-            if self.indexed[block]:  # not yet gone with a parent
+            if self.indexed[block]:  # not yet evicted with a parent
                 self.withdraw(block, "evicted by hand")

@@ -50,15 +50,14 @@ class Publisher:
                 self.drop_behind_window(row)
 
     def publish_all(self, rows: np.ndarray) -> None:
-        """`publish` of each row; those that have filled one block more, as in a decode step, at
-        once."""
+        """Publishes rows; rows that filled one more block, as in a decode step, all at once."""
         at_once = len(rows) > 1 and self._pool.publishes_leaves
         rest = self._publish_leaves(rows) if at_once else rows.tolist()
         for row in rest:
             self.publish(row)
 
     def _publish_leaves(self, rows: np.ndarray) -> list[int]:
-        """Publishes the rows that hang one new block below a published one; the other rows."""
+        """Publishes rows with one new block below a published one; returns the other rows."""
         table, pool, index = self._table, self._pool, self._pool.index
         assert index is not None
         columns = table.published[rows]
@@ -67,10 +66,11 @@ class Publisher:
         one &= pool.indexed[parents]
         contents = BlockKeys(b"", pool.tokens[blocks]).contents()
         leaves: dict[bytes, int] = {}  # hash: index in `rows`
-        rest = []
-        for i, (row, column, parent) in enumerate(
+        rest: list[int] = []
+        cells: list[tuple[int, int, int]] = list(
             zip(rows.tolist(), columns.tolist(), parents.tolist(), strict=True)
-        ):
+        )
+        for i, (row, column, parent) in enumerate(cells):
             origin = self._table.origin(row)
             plain = origin.publishes and not origin.priority and column not in origin.media
             if plain and one[i] and not pool.policy.keeps:
@@ -90,15 +90,15 @@ class Publisher:
         return rest
 
     def publish(self, row: int) -> None:
-        """The row's computed full blocks enter the prefix index; where a content is there already,
-        the row goes over to that block."""
+        """Publishes the row's computed full blocks; for content that is cached already, the row
+        switches to the cached block."""
         table, pool, origin = self._table, self._pool, self._table.origin(row)
         first, last = int(table.published[row]), int(table.computed[row]) // self._size
         if last <= first or pool.index is None or not origin.publishes:
             return
         parent = int(table.blocks[row, first - 1]) if first else ROOT
         if first and (parent == NULL_BLOCK or not pool.indexed[parent]):
-            origin.publishes = False  # nothing could reach it
+            origin.publishes = False  # no lookup could reach it
             return
         blocks = table.blocks[row, first:last].copy()
         keys = BlockKeys(
@@ -124,15 +124,17 @@ class Publisher:
             pool.keep(own, origin.priority, origin.expires, new=True)
 
     def drop_behind_window(self, row: int) -> None:
-        """Blocks that no later query sees go back; null blocks take their places.
+        """Frees blocks that no later query sees; null blocks take their places.
 
-        Steps under way may still read them: whoever gets them writes them in a later step.
+        Steps in flight may still read them: their next owner writes them in a later step.
         """
         assert self._window is not None
         table, old = self._table, int(self._table.dropped[row])
         dropped = blocks_behind(int(table.computed[row]), self._window, self._size)
         if self._pool.index is not None and self._table.origin(row).publishes:
-            dropped = min(dropped, int(table.published[row]) - 1)  # the next hangs below the last
+            dropped = min(
+                dropped, int(table.published[row]) - 1
+            )  # the next block is published below it
         if dropped > old:
             gone = table.blocks[row, old:dropped][::-1].copy()
             table.drop_front(row, dropped)

@@ -1,4 +1,4 @@
-"""What the block manager hands out: plain records."""
+"""Records that the block manager returns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the device must do to its tables to follow the manager. NumPy, sizes not padded.
+    """Changes of the device's tables that follow the manager. NumPy, sizes not padded.
 
     Attributes:
-      copies: i32[C, 2] (source, destination) blocks, to be copied before anything else.
-      cells: i32[E, 3] (row, column, block) entries of the block table.
-      lengths: i32[R, 2] (row, length) rows whose length is set.
+      copies: i32[C, 2]; (source, destination) of block copies, which run before all else.
+      cells: i32[E, 3]; (row, column, block) of changed table cells.
+      lengths: i32[R, 2]; (row, length) of rows whose length is set.
     """
 
     copies: np.ndarray
@@ -25,7 +25,7 @@ class Plan:
 
     @classmethod
     def empty(cls) -> Self:
-        """Nothing to do."""
+        """A plan without changes."""
         return cls(
             np.zeros((0, 2), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
         )
@@ -33,10 +33,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """What `BlockManager.allocate` gave a sequence.
+    """Result of `BlockManager.allocate`.
 
     Attributes:
-      row: the sequence's row in the block table.
+      row: row of the sequence in the block table.
       num_cached_tokens: leading tokens whose KV is already in the pool.
     """
 
@@ -46,16 +46,17 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Whether a prompt fits, and the numbers behind the answer.
+    """Verdict on a prompt, and the numbers behind it.
 
     Attributes:
-      verdict: "now"; "later", when blocks or a row come back; "never" in this pool.
-      needed: blocks it would take out of what is available; a hit on an idle cached block is one.
-      available: free blocks, and cached ones that may be evicted.
-      watermark: blocks that are kept back for the running sequences.
-      free_rows: rows of the block table that are free.
-      num_cached_tokens: of the prompt.
-      longest: tokens of the longest sequence that ever fits.
+      verdict: "now", "later" (when blocks or a row are freed) or "never" (in this pool).
+      needed: available blocks that the prompt would take; a hit on an idle cached block counts as
+        one.
+      available: free blocks, and cached blocks that can be evicted.
+      watermark: blocks kept back for the running sequences.
+      free_rows: free rows of the block table.
+      num_cached_tokens: leading tokens of the prompt that are cached.
+      longest: tokens of the longest sequence that can ever fit.
     """
 
     verdict: Literal["now", "later", "never"]
@@ -72,13 +73,13 @@ class Stats:
     """Blocks of the pool by use; `active + cached + free` is the number of usable blocks.
 
     Attributes:
-      active: blocks that a live sequence references, or a copy that is under way.
+      active: blocks referenced by live sequences or held by queued copies.
       cached: blocks that no live sequence references but a prefix lookup would find.
-      free: blocks that hold nothing.
-      pinned: blocks that a pin keeps, referenced or cached.
-      peak_active: most blocks that were ever active at once.
-      used_slots: tokens that the live sequences hold.
-      allocated_slots: slots of the blocks in their tables, a shared block counted for each.
+      free: unused blocks.
+      pinned: pinned blocks, referenced or cached.
+      peak_active: most blocks that were active at once.
+      used_slots: tokens of the live sequences.
+      allocated_slots: slots of the blocks in their tables; a shared block counts once per table.
       num_seqs: live sequences.
     """
 
@@ -94,16 +95,16 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class BlockInfo:
-    """One block, as a snapshot shows it.
+    """State of one block, for snapshots.
 
     Attributes:
-      block: its id.
-      ref_count: table entries that name it.
-      last_access: seconds of the manager's clock; None: never stored.
+      block: block id.
+      ref_count: table cells that name the block.
+      last_access: time of its last access on the manager's clock, seconds; None: never stored.
       access_count: prefix hits since it was stored.
-      hash: of its content, hex; None: no lookup finds it.
-      sequences: that have it in their tables.
-      tier: where it is.
+      hash: block hash, hex; None: not visible to lookups.
+      sequences: ids of the sequences that have it in their tables.
+      tier: tier that holds the block.
     """
 
     block: int

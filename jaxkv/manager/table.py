@@ -1,8 +1,8 @@
-"""The two-level block table: from a sequence's name to its row, from a position to its block.
+"""The two-level block table: from sequence id to row, from position to block.
 
-All that is known of the live sequences lies in arrays with one entry per row, so that a step over
-thousands of sequences is a few NumPy calls. The table also remembers which of its cells the device
-has not seen.
+The state of the live sequences is in arrays with one entry per row, so that a step over thousands
+of sequences is a few NumPy calls. The table also records the cells that the device does not have
+yet.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 from jaxkv.errors import JaxkvError, UnknownSequenceError
 
-NULL_BLOCK = 0  # never allocated: padding points at it, reads of it are masked
+NULL_BLOCK = 0  # never allocated; padding points at it, and reads of it are masked
 _NO_CELLS, _NO_LENGTHS = np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of distinct live sequences, checked once: valid while no sequence comes or goes.
+    """Rows of distinct live sequences, checked once; valid until a sequence starts or ends.
 
     Attributes:
-      seq_ids: the sequences.
-      rows: i32[n].
-      index: the same as an index into the table's columns: a slice where they are neighbours.
-      version: the table's when it was checked.
+      seq_ids: ids of the sequences.
+      rows: i64[n]; their rows.
+      index: the rows as an index into the table's columns; a slice for adjacent rows.
+      version: version of the table when the rows were checked.
     """
 
     seq_ids: tuple[Hashable, ...]
@@ -41,16 +41,16 @@ class Rows:
 
 @dataclasses.dataclass
 class Origin:
-    """Where a sequence's keys come from, and how its blocks are to be kept.
+    """Origin of a sequence's block keys, and retention of its cached blocks.
 
     Attributes:
-      namespace: as the caller gave it.
+      namespace: namespace given by the caller.
       root: start of its chain of hashes.
-      media: key parts of block indices that hold media placeholders.
-      hashes: of the leading full blocks, computed when the prompt came.
+      media: key parts of blocks with media placeholders, by block index.
+      hashes: hashes of the leading full blocks, computed at allocation.
       publishes: whether its blocks enter the prefix index.
-      priority: of its cached blocks; higher ones go later.
-      expires: when the priority ends, on the manager's clock; None: never.
+      priority: priority of its cached blocks; higher priorities are evicted later.
+      expires: time on the manager's clock at which the priority ends; None: never.
     """
 
     namespace: object
@@ -62,7 +62,7 @@ class Origin:
     expires: float | None = None
 
     def copy(self) -> Origin:
-        """One that can change by itself."""
+        """A copy with its own list of hashes."""
         return dataclasses.replace(self, hashes=list(self.hashes))
 
 
@@ -81,20 +81,20 @@ class SequenceTable:
         # One array, so that a row is cleared by one assignment; each name is a view of it.
         self._columns = np.zeros((8, max_seqs), np.int64)
         (
-            self.lengths,  # tokens known, KV written or not
-            self.computed,  # leading tokens whose KV is written
+            self.lengths,  # tokens, KV computed or not
+            self.computed,  # leading tokens whose KV is computed
             self.published,  # leading blocks handed to the prefix index
             self.dropped,  # leading blocks behind the window: null
             self.used,  # columns in use, the dropped ones included
             self.lookahead,  # slots reserved past the length
             self.next_slot,  # block * block_size + offset of the next token,
-            self.slot_end,  # if less than this; else there is no slot that it may write
+            self.slot_end,  # if below this; else the row has no slot to write
         ) = self._columns
-        self.version = 0  # counts the comings and goings of sequences
+        self.version = 0  # increases when a sequence starts or ends
         self._free_rows = list(range(max_seqs - 1, -1, -1))
         self._dirty_cells: list[np.ndarray] = []  # flat indices
         self._dirty_ranges: list[tuple[int, int, int]] = []  # row, columns from and to
-        self._dirty_rows: set[int] = set()  # rows whose computed length the device must be told
+        self._dirty_rows: set[int] = set()  # rows whose length the device does not have
 
     @property
     def num_free_rows(self) -> int:
@@ -119,8 +119,8 @@ class SequenceTable:
         """Rows of distinct live sequences.
 
         Raises:
-          JaxkvError: one is named twice.
-          UnknownSequenceError: one is not live.
+          JaxkvError: an id given twice.
+          UnknownSequenceError: a sequence that is not live.
         """
         if isinstance(seq_ids, Rows):
             if seq_ids.version == self.version:
@@ -128,10 +128,13 @@ class SequenceTable:
             seq_ids = seq_ids.seq_ids
         rows = np.array([self.row(seq_id) for seq_id in seq_ids], np.int64)
         if len(set(rows.tolist())) != len(rows):
-            raise JaxkvError(f"a sequence is named twice in {list(seq_ids)[:20]}; call twice")
+            raise JaxkvError(
+                f"sequence ids must be distinct, got {list(seq_ids)[:20]}; call twice instead"
+            )
         index: np.ndarray | slice = rows
-        if len(rows) and (rows == np.arange(rows[0], rows[0] + len(rows))).all():
-            index = slice(int(rows[0]), int(rows[0]) + len(rows))
+        first = rows.item(0) if len(rows) else 0
+        if len(rows) and np.array_equal(rows, np.arange(first, first + len(rows))):
+            index = slice(first, first + len(rows))
         return Rows(tuple(seq_ids), rows, index, self.version)
 
     def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,7 +145,7 @@ class SequenceTable:
         return np.divmod(positions, size)
 
     def open(self, seq_id: Hashable, origin: Origin) -> int:
-        """A row for a new sequence; the caller has checked that one is free."""
+        """Assigns a row to a new sequence; the caller has checked that one is free."""
         row = self._free_rows.pop()
         self.rows[seq_id], self.ids[row], self.origins[row] = row, seq_id, origin
         self.version += 1
@@ -150,7 +153,7 @@ class SequenceTable:
         return row
 
     def close(self, row: int) -> None:
-        """Ends the row's sequence; its blocks are the caller's to release."""
+        """Frees a row; the caller releases its blocks."""
         del self.rows[self.ids[row]]
         self.shrink(row, 0)
         self.ids[row] = self.origins[row] = None
@@ -163,24 +166,24 @@ class SequenceTable:
 
     def set_cursor(self, rows: np.ndarray | int, blocks: np.ndarray | int,
                    offsets: np.ndarray | int) -> None:  # fmt: skip
-        """The next tokens of these rows go into these blocks, which only they write."""
+        """Sets the slots of the next tokens: offsets in blocks that only these rows write."""
         first = blocks * self.block_size
         self.next_slot[rows] = first + offsets
         self.slot_end[rows] = first + self.block_size
 
     def clear_cursor(self, rows: np.ndarray | list[int] | int) -> None:
-        """These rows have no slot that they may write."""
+        """Marks rows that have no slot to write."""
         self.slot_end[rows] = 0
 
     def advance_cursor(self, at: np.ndarray | slice, slots: np.ndarray) -> None:
-        """One token was written into each of `slots`, the rows' next ones (changed in place)."""
+        """Follows one token per row, written to `slots`; the array is changed in place."""
         slots += 1
         if slots.base is None:  # not a view of the column
             self.next_slot[at] = slots
         self.lengths[at] += 1
 
     def live_blocks(self, row: int) -> np.ndarray:
-        """i32, the blocks of a row without the null ones; a view."""
+        """i64; a view of the blocks of a row, without those behind the window."""
         return self.blocks[row, self.dropped.item(row) : self.used.item(row)]
 
     def extend(self, row: int, blocks: np.ndarray | list[int]) -> None:
@@ -199,7 +202,7 @@ class SequenceTable:
         self._dirty_cells.append(rows.astype(np.int64) * self.max_blocks_per_seq + columns)
 
     def replace(self, row: int, column: int, block: int) -> None:
-        """Puts another block into a cell."""
+        """Replaces the block of a cell."""
         self.blocks[row, column] = block
         self._dirty_ranges.append((row, column, column + 1))
 
@@ -211,17 +214,17 @@ class SequenceTable:
         self.used[row] = used
 
     def drop_front(self, row: int, dropped: int) -> None:
-        """The first `dropped` columns hold the null block from now on."""
+        """Sets the first `dropped` columns to the null block."""
         self.blocks[row, self.dropped[row] : dropped] = NULL_BLOCK
         self._dirty_ranges.append((row, int(self.dropped[row]), dropped))
         self.dropped[row] = dropped
 
     def length_changed(self, row: int) -> None:
-        """The device must be told the row's computed length."""
+        """Marks the row's computed length for the next plan."""
         self._dirty_rows.add(row)
 
     def drain(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the device has not seen: cells i32[E, 3], lengths i32[R, 2]; starts afresh."""
+        """Changes since the last call, for a plan: cells i32[E, 3], lengths i32[R, 2]."""
         width = self.max_blocks_per_seq
         parts = [np.arange(row * width + a, row * width + b) for row, a, b in self._dirty_ranges]
         parts += self._dirty_cells

@@ -16,7 +16,7 @@ from jaxkv.manager.table import Rows, SequenceTable
 
 
 class Writes:
-    """Tokens into slots, and blocks for them.
+    """Writes token ids into slots, and takes blocks for them.
 
     Attributes:
       copies: destination -> source of each block copy that is not in a plan yet.
@@ -29,14 +29,14 @@ class Writes:
         self.copies: dict[int, int] = {}
 
     def fill(self, blocks: np.ndarray, tokens: np.ndarray) -> None:
-        """Tokens into new blocks, from the first slot on."""
+        """Writes tokens into new blocks, from the first slot on."""
         whole, rest = divmod(len(tokens), self._size)
         self._pool.tokens[blocks[:whole]] = tokens[: whole * self._size].reshape(-1, self._size)
         if rest:
             self._pool.tokens[blocks[whole], :rest] = tokens[whole * self._size :]
 
     def append(self, selected: Rows, tokens: np.ndarray, limits: Limits) -> None:
-        """One more token for each row: a few array operations, but where a block begins."""
+        """Appends one token to each row: a few array operations, unless a block begins."""
         table, at = self._table, selected.index
         slots = table.next_slot[at]  # a view where the rows are neighbours
         full = slots >= table.slot_end[at]
@@ -49,11 +49,11 @@ class Writes:
     def extend(
         self, selected: Rows, tokens: np.ndarray, counts: np.ndarray, limits: Limits
     ) -> None:
-        """Several more tokens for each row; those of one row follow each other in `tokens`."""
+        """Appends several tokens to each row; the tokens of one row are adjacent in `tokens`."""
         self.reserve(selected, counts, limits)
         table, rows = self._table, selected.rows
         lengths = table.lengths[rows]
-        # Of token i: its index among all, less that of its row's first, from the row's length on.
+        # Position of token i: the row's length, plus its index within the row's tokens.
         first = lengths - (np.cumsum(counts) - counts)
         columns, offsets = table.split(np.arange(len(tokens)) + np.repeat(first, counts))
         blocks = table.blocks[np.repeat(rows, counts), columns]
@@ -66,16 +66,16 @@ class Writes:
         table.set_cursor(rows, table.blocks[rows, columns], offsets)
 
     def reserve(self, selected: Rows, num_slots: np.ndarray, limits: Limits) -> None:
-        """Slots for that many further tokens of each row; the row alone writes them."""
+        """Reserves slots for further tokens of each row, which only the row writes."""
         table, at = self._table, selected.index
         short = table.next_slot[at] + num_slots > table.slot_end[at]
         if np.count_nonzero(short):
             self._make_room(selected.rows[short], limits, num_slots[short])
 
     def _make_room(self, rows: np.ndarray, limits: Limits, num_slots: int | np.ndarray = 1) -> None:
-        """Slots that only the row itself writes, for the next tokens of each."""
+        """Takes the blocks for the next tokens of rows, and copies blocks shared with others."""
         table, pool = self._table, self._pool
-        limits.available()  # pins that are over keep nothing from being written
+        limits.available()  # expired pins do not prevent writes
         lengths = table.lengths[rows]
         columns, offsets = table.split(lengths)
         last, _ = table.split(lengths + (num_slots - 1))
@@ -107,7 +107,7 @@ class Writes:
         table.lookahead[rows] = table.used[rows] * self._size - lengths
 
     def _not_its_own(self, rows: np.ndarray, columns: np.ndarray) -> list[tuple[int, int]]:
-        """Those of these cells whose block others name, or find, or a pin keeps."""
+        """Cells whose block is shared, visible to lookups, or kept by a pin or a transfer."""
         pool, blocks = self._pool, self._table.blocks[rows, columns]
         others = (pool.ref_counts[blocks] > 1) | pool.indexed[blocks]
         if pool.kept:
@@ -115,10 +115,10 @@ class Writes:
         return list(zip(rows[others].tolist(), columns[others].tolist(), strict=True))
 
     def _copies_for(self, cells: list[tuple[int, int]]) -> int:
-        """Blocks that writing into these (row, column) cells takes."""
+        """Number of blocks that copy-on-write of these (row, column) cells takes."""
         pool = self._pool
         writers = Counter(int(self._table.blocks[cell]) for cell in cells)
-        # The last to write a shared block may keep it, but not if it is pinned.
+        # The last writer of a shared block keeps it, unless its content is kept.
         return sum(
             n if block in pool.kept else min(n, int(pool.ref_counts[block]) - 1)
             for block, n in writers.items()
@@ -132,15 +132,15 @@ class Writes:
         self._pool.release(np.array([old]))
 
     def copy(self, source: int, destination: int) -> None:
-        """Queues a copy of a block for the next plan. Both ends stay as they are until then."""
+        """Queues a block copy for the next plan, and holds both blocks until then."""
         self._pool.tokens[destination] = self._pool.tokens[source]
-        # A source that is itself still to be copied has its content elsewhere.
+        # The content of a source whose own copy is queued is still in that copy's source.
         self.copies[destination] = source = self.copies.get(source, source)
         self._pool.hold((source, destination), "copy")
         self._pool.copied(source, destination)
 
     def take_copies(self) -> np.ndarray:
-        """i32[C, 2]: the queued (source, destination) copies, for a plan that runs them first.
+        """i32[C, 2]; the queued (source, destination) copies, for a plan that runs them first.
 
         The device runs plans in order, and a plan's copies before all else: whatever is written to
         these blocks from now on is written after they were copied. So the holds end here.
@@ -151,7 +151,7 @@ class Writes:
         return copies
 
     def refresh_cursor(self, row: int) -> None:
-        """Where the row's next token goes, if there is a slot that it may write."""
+        """Finds the slot of the row's next token, if the row may write one."""
         table, pool = self._table, self._pool
         column, offset = divmod(int(table.lengths[row]), self._size)
         table.clear_cursor(row)

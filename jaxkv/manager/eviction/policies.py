@@ -1,9 +1,10 @@
-"""Which cached block goes first: one interface, and the policies behind it.
+"""Eviction policies: one interface, and five implementations.
 
-A policy sees blocks as they become findable, are hit, fall idle (no sequence references them) and
-busy again, and names a victim among the idle. Idle blocks arrive as the runs in which sequences
-leave them, deepest block first; a run is queued as one entry and its blocks are crossed out by a
-number, so that ending a sequence costs no loop and taking a block out of the middle costs nothing.
+A policy is notified when blocks become visible to lookups, are hit, fall idle (no sequence
+references them) or become busy again, and chooses victims among the idle blocks. A sequence that
+ends leaves a run of idle blocks, deepest first. A run is queued as one entry, and its blocks are
+crossed out by number, so that ending a sequence needs no loop and removing a block from the middle
+costs nothing.
 """
 
 from __future__ import annotations
@@ -22,45 +23,47 @@ NONE = -1
 
 
 class EvictionPolicy(Protocol):
-    """Chooses victims. Arrays of blocks have no duplicates; times are seconds."""
+    """Chooses victims. Arrays of blocks have no duplicates; times are in seconds."""
 
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
-        """They became findable."""
+        """The blocks became visible to lookups."""
         ...
 
     def hit(self, blocks: np.ndarray, now: float) -> None:
-        """A request found them."""
+        """A request hit the blocks."""
         ...
 
     def idle(self, blocks: np.ndarray) -> None:
-        """Nobody references them any more; in the order in which they should go."""
+        """Their reference count fell to zero. Given in eviction order."""
         ...
 
     def busy(self, blocks: np.ndarray) -> None:
-        """They are no candidates any more: referenced again, or findable no more."""
+        """The blocks are no longer candidates: referenced again, or hidden from lookups."""
         ...
 
     def victim(self) -> int:
-        """The idle block to go next, no longer a candidate; NONE if there is none."""
+        """Returns the next victim, which is no longer a candidate; NONE without candidates."""
         ...
 
     def removed(self, block: int, block_hash: bytes) -> None:
-        """Its content is gone."""
+        """The content of the block was removed."""
         ...
 
 
 class Scored:
-    """The idle block of the lowest score goes first: the base of LRU, FIFO and decayed counts.
+    """Evicts the idle block with the lowest score: the base of LRU, FIFO and decayed counts.
 
-    A subclass keeps `score` up to date; a block's score must not fall while it is idle.
+    A subclass updates `score`; a block's score must not fall while it is idle.
     """
 
     def __init__(self, num_blocks: int):
         self.score = np.zeros(num_blocks, np.float64)
-        self._run_of = np.full(num_blocks, NONE, np.int64)  # the entry in which a block is idle
+        self._run_of = np.full(
+            num_blocks, NONE, np.int64
+        )  # number of the run in which a block is idle
         self._runs: list[tuple[float, int, np.ndarray, int]] = []  # heap: score, number, blocks, at
         self._numbers = itertools.count()
-        self._queued = 0  # blocks in runs, crossed out ones included
+        self._queued = 0  # blocks in runs, crossed-out ones included
 
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
         raise NotImplementedError
@@ -90,7 +93,7 @@ class Scored:
                 continue
             block = int(blocks[at])
             score = self.score[block]
-            if score > key:  # the run's next block is worth more than its last was
+            if score > key:  # the run's next block has a higher score than its last
                 heapq.heapreplace(self._runs, (score, number, blocks, at))
                 continue
             heapq.heapreplace(self._runs, (key, number, blocks, at + 1))
@@ -102,8 +105,8 @@ class Scored:
         pass
 
     def _compact(self) -> None:
-        """Drops what was crossed out: each crossing-out pays for one entry of one pass."""
-        runs = []
+        """Drops crossed-out blocks; the cost is amortised over the blocks crossed out."""
+        runs: list[tuple[float, int, np.ndarray, int]] = []
         for key, number, blocks, at in self._runs:
             rest = blocks[at:]
             if len(rest := rest[self._run_of[rest] == number]):
@@ -113,7 +116,9 @@ class Scored:
 
 
 class Lru(Scored):
-    """Least recently used: runs go in the order in which they came, so that all scores are equal.
+    """Least recently used: runs are evicted in the order in which they became idle.
+
+    All scores are equal.
 
     Example:
       >>> import numpy as np
@@ -132,7 +137,7 @@ class Lru(Scored):
 
 
 class Fifo(Scored):
-    """Oldest content first, however often it is used."""
+    """First in, first out: evicts the oldest content, regardless of hits."""
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -146,19 +151,19 @@ class Fifo(Scored):
 
 
 class Decayed(Scored):
-    """Exponentially decayed count of uses; the least used lately goes first.
+    """Exponentially decayed count of uses; evicts the block with the lowest count.
 
     The score is the logarithm of sum(2 ** (t_i / H)) over the uses t_i, which orders blocks as the
-    decayed counts do at any later time, so that nothing is ever scored again. Scores of evicted
-    contents are remembered for a while (ghosts): without them the first eviction would make every
-    content new again, and most of the gain over LRU is lost.
+    decayed counts do at any later time, so that scores never need an update. Scores of evicted
+    contents are kept for a while (ghosts): without them an eviction would reset the count, and most
+    of the gain over LRU would be lost.
 
     Args:
       num_blocks: blocks in the pool.
       half_life: H, seconds.
-      debounce: seconds within which further uses of a block count as one, so that a burst is not
-        mistaken for popularity.
-      ghosts: contents remembered, as a multiple of the pool.
+      debounce: seconds within which further uses of a block count as one, so that a burst does not
+        count as popularity.
+      ghosts: evicted contents whose scores are kept, as a multiple of the pool.
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class Decayed(Scored):
     ):
         super().__init__(num_blocks)
         self._half_life, self._debounce = half_life, debounce
-        self._counted = np.full(num_blocks, -np.inf)  # when a use last counted
+        self._counted = np.full(num_blocks, -np.inf)  # time of the last counted use
         self._ghosts: OrderedDict[bytes, float] = OrderedDict()
         self._max_ghosts = int(ghosts * num_blocks)
 
@@ -232,10 +237,10 @@ class Slru:
 
 
 class S3Fifo:
-    """Three FIFO queues: small for what is new, main for what was used again, ghosts of small.
+    """Three FIFO queues: small for new blocks, main for reused ones, and ghosts of small.
 
-    Source: Yang et al., SOSP'23. A block that is hit leaves its queue while it is referenced and
-    comes back to the end, since a queue of idle blocks has no place for busy ones.
+    Source: Yang et al., SOSP'23. Unlike there, a block that is hit leaves its queue while it is
+    referenced and returns to the end, since the queues hold idle blocks only.
     """
 
     def __init__(self, num_blocks: int, small: float = 0.1):
@@ -298,10 +303,10 @@ POLICIES = tuple(_POLICIES)
 
 
 def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
-    """The policy of this name.
+    """Makes the policy of this name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: an unknown name.
     """
     if name not in _POLICIES:
         raise ConfigError(f"eviction={name!r} is not one of {', '.join(POLICIES)}")

@@ -12,17 +12,17 @@ from jaxkv.manager.eviction.policies import NONE, EvictionPolicy
 
 
 class Retention:
-    """Blocks of negative priority go before all others, those of positive priority after them.
+    """Evicts blocks of negative priority before all others, those of positive priority after them.
 
-    Within one priority the least recently used goes first. A priority ends with its time to live,
-    or when the block's content goes; after that the policy underneath decides.
+    Within a priority the least recently used block is evicted first. A priority ends with its time
+    to live, or when the block's content is removed; after that the policy underneath decides.
 
     Source: the per-request retention priorities of TensorRT-LLM.
     """
 
     def __init__(self, policy: EvictionPolicy, clock: Callable[[], float]):
         self.policy, self._clock = policy, clock
-        self._kept: dict[int, tuple[int, float | None]] = {}  # block: priority, when it ends
+        self._kept: dict[int, tuple[int, float | None]] = {}  # block: priority, end time
         self._idle: dict[int, OrderedDict[int, None]] = {}  # by priority
         self._ends: list[tuple[float, int]] = []  # heap of (time, block)
 
@@ -32,7 +32,7 @@ class Retention:
         return bool(self._kept)
 
     def keep(self, blocks: np.ndarray, priority: int, expires: float | None, *, new: bool) -> None:
-        """Gives busy blocks a priority; if their content is not new, they keep the higher one."""
+        """Gives busy blocks a priority; content that is not new keeps the higher priority."""
         if not priority and not self._kept:
             return
         self._expire()
@@ -40,11 +40,11 @@ class Retention:
             if new or priority >= self._kept.get(block, (0, None))[0]:
                 self._kept.pop(block, None)
                 if not priority:
-                    continue  # what has none is the policy's
+                    continue  # without a priority: left to the policy
                 self._kept[block] = priority, expires
                 if expires is not None:
                     heapq.heappush(self._ends, (expires, block))
-        if len(self._ends) > 2 * len(self._kept) + 64:  # most are of contents that have gone
+        if len(self._ends) > 2 * len(self._kept) + 64:  # most entries are of removed contents
             self._ends = [(e, b) for b, (_, e) in self._kept.items() if e is not None]
             heapq.heapify(self._ends)
 
@@ -92,7 +92,7 @@ class Retention:
             end, block = heapq.heappop(self._ends)
             priority, expires = self._kept.get(block, (0, None))
             if expires != end:
-                continue  # it has another priority by now
+                continue  # its priority was replaced
             del self._kept[block]
             if block in self._idle.get(priority, ()):
                 del self._idle[priority][block]

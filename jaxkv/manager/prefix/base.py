@@ -1,8 +1,8 @@
-"""The interface of prefix indexes: the cached blocks of a prompt's leading tokens.
+"""The interface of prefix indexes, which find the cached blocks of a prompt.
 
-The hash table and the radix tree behind it give the same answer to the same question. A block is in
-the index only while its parent is (descendants are removed first), so that whatever is found can be
-reached. With a sliding window a block may outlive its parent and is found behind the gap.
+The hash table and the radix tree behind it find the same blocks. A block is in the index only while
+its parent is (descendants are removed first), so that every indexed block can be reached. With a
+sliding window a block may outlive its parent; it is found behind the gap.
 """
 
 from __future__ import annotations
@@ -15,40 +15,42 @@ from jaxkv.manager.prefix.keys import BlockKeys
 
 
 class PrefixIndex(Protocol):
-    """Where blocks are found by content."""
+    """Finds blocks by content."""
 
     def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
-        """i64: the indexed blocks with the content of `keys`, behind `parent`, up to the last one.
+        """i64; the indexed blocks with the content of `keys`, behind `parent`, up to the last one.
 
-        0 in the place of one that is not there, which happens only where blocks outlive parents.
+        0 for missing blocks before it, which occur only if blocks outlive their parents.
         """
         ...
 
     def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
-        """Enters `blocks` as the content of `keys` from `start` on, none of which is there, behind
-        the block `parent`.
+        """Adds `blocks` as the content of `keys` from `start` on, behind the block `parent`.
 
-        Returns how many were entered: fewer than asked where a key is taken by other content.
+        None of the contents is in the index.
+
+        Returns:
+          Number of added blocks: fewer than given if a key belongs to other content.
         """
         ...
 
     def remove(self, block: int, block_hash: bytes) -> None:
-        """Takes out a block; its descendants, if there are any, are found without it."""
+        """Removes a block. Descendants that remain are found without it."""
         ...
 
     def clear(self) -> None:
-        """Takes out everything."""
+        """Removes all blocks."""
         ...
 
     def __len__(self) -> int: ...
 
     @property
     def adds_leaves(self) -> bool:
-        """Whether `add_leaves` and `in` work, which need a table from hash to block."""
+        """Whether `add_leaves` and `in` are supported; they need a table from hash to block."""
         ...
 
     def add_leaves(self, hashes: list[bytes], blocks: list[int]) -> None:
-        """`add` of one block each, with hashes that are not there, behind indexed blocks."""
+        """Adds one block behind each of several indexed blocks; the hashes are not in the index."""
         ...
 
     def __contains__(self, key: bytes) -> bool: ...

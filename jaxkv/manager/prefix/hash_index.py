@@ -13,22 +13,22 @@ _NOTHING = np.zeros(0, np.int64)
 class HashIndex:
     """A table from chained hash to block; content and parent are compared on every hit.
 
-    A block that has outlived its parent stands for what came before by its hash alone.
+    For a block that has outlived its parent, the hash alone vouches for its predecessors.
 
-    Source: the prefix cache of vLLM (block hash with parent hash), with the comparison that it
-    leaves to a cryptographic hash.
+    Source: the prefix cache of vLLM (block hash with parent hash), which relies on a cryptographic
+    hash instead of the comparison.
 
     Args:
-      tokens: i32[num_blocks, block_size], the pool's: those of an indexed block do not change.
-      parents: i64[num_blocks], the pool's.
-      gaps: blocks outlive their parents.
+      tokens: i32[num_blocks, block_size]; token ids of the pool's blocks, constant while indexed.
+      parents: i64[num_blocks]; parents of the pool's blocks.
+      gaps: whether blocks outlive their parents.
     """
 
     def __init__(self, tokens: np.ndarray, parents: np.ndarray, *, gaps: bool):
         self._tokens, self._parents, self._gaps = tokens, parents, gaps
         self._blocks: dict[bytes, int] = {}
-        self._roots: dict[int, bytes] = {}  # of the blocks whose parent is ROOT
-        self._media: dict[int, bytes] = {}  # of the blocks that hold any
+        self._roots: dict[int, bytes] = {}  # roots of blocks whose parent is ROOT
+        self._media: dict[int, bytes] = {}  # key parts of blocks with media
 
     adds_leaves = True
 
@@ -43,7 +43,7 @@ class HashIndex:
         blocks = np.array(found, np.int64)
         tokens, before = self._tokens[blocks], self._parents[blocks]
         wanted = keys.tokens[: len(blocks)]
-        if (  # the common case: bytes compare faster than a few arrays do
+        if (  # the common case: comparing bytes is faster than a few array calls
             tokens.tobytes() == wanted.tobytes()
             and before[1:].tobytes() == blocks[:-1].tobytes()
             and before.item(0) == parent
@@ -67,7 +67,7 @@ class HashIndex:
         hashes = keys.hashes()[start : start + len(blocks)]
         count = len(blocks)
         if not self._blocks.keys().isdisjoint(hashes) or len(set(hashes)) < count:
-            seen: set[bytes] = set()  # a collision, within the chain or with what is there
+            seen: set[bytes] = set()  # a collision, within the chain or with the index
             for count, key in enumerate(hashes):  # noqa: B007 (the count where it stops)
                 if key in self._blocks or key in seen:
                     break

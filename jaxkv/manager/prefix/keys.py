@@ -1,7 +1,7 @@
-"""What names a block's content: namespace, all tokens before it, its own tokens, its media.
+"""Keys of block contents: namespace, all tokens before the block, its own tokens, its media.
 
 A block's hash is chained, `XXH3-128(hash of the block before, tokens, media)`, and the chain starts
-with the namespace. Tokens are hashed as little-endian int32, so that a key is the same in every
+with the namespace. Tokens are hashed as little-endian int32, so that keys are equal in every
 process and for every integer type. The hash only finds a block; the content is compared on a hit.
 """
 
@@ -21,9 +21,9 @@ _TOKEN = np.dtype("<i4")
 
 
 class Media(NamedTuple):
-    """Placeholder tokens `start : start + length` stand for the media with this id.
+    """Media behind the placeholder tokens `start : start + length`.
 
-    The id must tell contents apart: a digest of at least 128 bits, not a file name.
+    The id must identify the content: a digest of at least 128 bits, not a file name.
     """
 
     start: int
@@ -35,7 +35,7 @@ def as_tokens(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Token ids as contiguous little-endian int32.
 
     Raises:
-      JaxkvError: not a flat sequence of integers in int32's range.
+      JaxkvError: not a flat sequence of integers in the range of int32.
     """
     tokens = np.asarray(token_ids)
     if tokens.dtype == _TOKEN and tokens.ndim == 1 and tokens.flags.c_contiguous:
@@ -47,18 +47,18 @@ def as_tokens(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     if tokens.dtype.itemsize >= 4 and tokens.dtype != _TOKEN and tokens.size:
         low, high = int(tokens.min()), int(tokens.max())
         if low < -(2**31) or high >= 2**31:
-            raise JaxkvError(f"token ids {low} to {high} do not fit 32 bits")
+            raise JaxkvError(f"token ids must fit 32 bits, got {low} to {high}")
     return np.ascontiguousarray(tokens, _TOKEN)
 
 
 def canonical(value: Any) -> bytes:
-    """Bytes that tell apart any two values of different content or kind.
+    """Canonical bytes of a value: different for values of different content or kind.
 
     Each value carries its kind and length, so that "X" as an adapter and "X" as a salt, or
     ("ab", "c") and ("a", "bc"), cannot collide.
 
     Raises:
-      JaxkvError: a kind that has no stable form (floats, objects).
+      JaxkvError: a type without a stable form (floats, objects).
 
     Example:
       >>> canonical({"salt": "X"}) == canonical({"adapter": "X"})
@@ -69,20 +69,22 @@ def canonical(value: Any) -> bytes:
     elif isinstance(value, bool | np.bool_):
         kind, body = b"?", b"1" if value else b"0"
     elif isinstance(value, int | np.integer):
-        kind, body = b"i", str(int(value)).encode()
+        kind, body = b"i", str(int(cast(int, value))).encode()
     elif isinstance(value, str):
         kind, body = b"s", value.encode()
     elif isinstance(value, bytes):
         kind, body = b"b", value
     elif isinstance(value, tuple | list):
-        kind, body = b"t", b"".join(canonical(x) for x in value)
+        items = cast(Sequence[Any], value)
+        kind, body = b"t", b"".join(canonical(x) for x in items)
     elif isinstance(value, Mapping):
-        pairs = sorted((canonical(k), canonical(v)) for k, v in value.items())
+        entries = cast(Mapping[Any, Any], value).items()
+        pairs = sorted((canonical(k), canonical(v)) for k, v in entries)
         kind, body = b"m", b"".join(k + v for k, v in pairs)
     else:
         raise JaxkvError(
-            f"a namespace is made of None, str, bytes, int, bool, tuples and mappings of them, "
-            f"not {type(value).__name__}: {value!r}"
+            f"a namespace must consist of None, str, bytes, int, bool, tuples and mappings of "
+            f"them, got {type(cast(object, value)).__name__}: {value!r}"
         )
     return kind + str(len(body)).encode() + b":" + body
 
@@ -91,30 +93,30 @@ digest: HashFunction = xxhash.xxh3_128_digest
 
 
 def root_of(namespace: Any, weight_version: Any) -> bytes:
-    """Where the chain of a namespace starts: 16 bytes, always of the strong hash."""
+    """Start of the hash chain of a namespace: 16 bytes, always of the strong hash."""
     return digest(canonical(("jaxkv", weight_version, namespace)))
 
 
 def media_of_blocks(media: Iterable[Media], block_size: int) -> dict[int, bytes]:
-    """For each block index that holds placeholder tokens, which media and from where in them."""
+    """Key parts of blocks with placeholder tokens, by block index: media, and ranges in them."""
     parts: dict[int, list[tuple[int, int, Any]]] = {}
     for start, length, id_ in media:
         if start < 0 or length < 1:
-            raise JaxkvError(f"media {id_!r}: {start=} and {length=} are no range of tokens")
+            raise JaxkvError(f"media {id_!r}: {start=} must be at least 0 and {length=} at least 1")
         for block in range(start // block_size, (start + length - 1) // block_size + 1):
             parts.setdefault(block, []).append((start - block * block_size, length, id_))
     return {block: canonical(sorted(p, key=canonical)) for block, p in parts.items()}
 
 
 class BlockKeys:
-    """Keys of the full blocks `first : first + n` of one sequence.
+    """Keys of the full blocks `first : first + n` of a sequence.
 
     Attributes:
-      root: where the sequence's chain starts.
+      root: start of the sequence's hash chain.
       first: index of the first block.
-      tokens: i32[n, block_size].
+      tokens: i32[n, block_size]; token ids of the blocks.
 
-    Hashes that are known already come in as `hashes`; what is computed is added to that list.
+    Known hashes are passed as `hashes`; computed ones are added to that list.
     """
 
     def __init__(
@@ -138,9 +140,9 @@ class BlockKeys:
         return len(self.tokens)
 
     def contents(self) -> list[bytes]:
-        """Each block's own content: tokens and media, not what comes before."""
+        """Content of each block: its tokens and media, without its predecessors."""
         row = np.dtype((np.void, self.tokens.shape[1] * _TOKEN.itemsize))
-        tokens = np.ascontiguousarray(self.tokens)  # one call for the bytes of all rows
+        tokens = np.ascontiguousarray(self.tokens)  # the bytes of all rows in one call
         contents = cast(list[bytes], tokens.view(row).ravel().tolist())
         if self.media:
             return [c + self.media.get(i, b"") for i, c in enumerate(contents, self.first)]

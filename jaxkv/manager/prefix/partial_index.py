@@ -1,36 +1,50 @@
-"""The cached block that shares the most leading tokens with a given one, below a given parent.
+"""Index of partly matching blocks: the child of a block with the longest common prefix.
 
-Children of a block are kept in the order of their tokens; the longest common prefix is then with
-the neighbour on the left or on the right, so that a match costs O(log n) among n children.
+Children of a block are sorted by their tokens, so that the longest common prefix is with the left
+or the right neighbour, and a match costs O(log n) among n children.
 """
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 import numpy as np
-from sortedcontainers import SortedList
+from sortedcontainers import SortedList  # pyright: ignore[reportMissingTypeStubs]
 
 from jaxkv.manager.prefix.keys import BlockKeys
 from jaxkv.manager.prefix.tree import ROOT
 
 
+class _Children(Protocol):
+    """What is used of a SortedList of (sortable tokens, block), which has no types."""
+
+    def add(self, value: tuple[bytes, int], /) -> None: ...
+    def remove(self, value: tuple[bytes, int], /) -> None: ...
+    def bisect_left(self, value: tuple[bytes, int], /) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: slice, /) -> list[tuple[bytes, int]]: ...
+
+
 class PartialIndex:
-    """Blocks without media, by parent (or root of the namespace) and tokens."""
+    """Cached blocks without media, by parent (or root of the namespace) and tokens."""
 
     def __init__(self) -> None:
-        self._children: dict[int | bytes, SortedList] = {}
+        self._children: dict[int | bytes, _Children] = {}
         self._entries: dict[int, tuple[int | bytes, bytes]] = {}
 
     def add(self, keys: BlockKeys, index: int, parent: int, block: int) -> None:
-        """Block number `index` of `keys` is cached as `block`."""
+        """Adds `block`, the block number `index` of `keys`."""
         if keys.first + index in keys.media:
             return
         below = keys.root if parent == ROOT else parent
         tokens = _sortable(keys.tokens[index])
-        self._children.setdefault(below, SortedList()).add((tokens, block))
+        if below not in self._children:
+            self._children[below] = cast(_Children, SortedList())
+        self._children[below].add((tokens, block))
         self._entries[block] = below, tokens
 
     def remove(self, block: int) -> None:
-        """The block is cached no more."""
+        """Removes a block, if present."""
         if block in self._entries:
             below, tokens = self._entries.pop(block)
             self._children[below].remove((tokens, block))
@@ -38,12 +52,12 @@ class PartialIndex:
                 del self._children[below]
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all blocks."""
         self._children.clear()
         self._entries.clear()
 
     def best(self, root: bytes, parent: int, tokens: np.ndarray) -> tuple[int, int]:
-        """(block, leading tokens it shares with i32[n] `tokens`); the count is 0 if none does."""
+        """The block that shares most leading tokens with i32[n] `tokens`, and their number."""
         children = self._children.get(root if parent == ROOT else parent)
         if not children or not len(tokens):
             return 0, 0
@@ -60,5 +74,5 @@ class PartialIndex:
 
 
 def _sortable(tokens: np.ndarray) -> bytes:
-    """Big-endian: bytes compare as the tokens do."""
+    """Big-endian bytes, which sort as the tokens do."""
     return tokens.astype(">u4").tobytes()

@@ -1,7 +1,7 @@
 """The radix tree behind `PrefixIndex`: an edge is a run of blocks, split where sequences part.
 
-Source: RadixAttention (SGLang, arXiv 2312.07104), with edges cut at block boundaries only. Locks on
-a path are the ref counts of its blocks: a sequence references every block of its prefix.
+Source: RadixAttention (SGLang, arXiv 2312.07104), with edges split at block boundaries only. The
+ref counts of blocks act as path locks: a sequence references every block of its prefix.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from jaxkv.manager.prefix.tree import ROOT
 
 
 class _Node:
-    """An edge and what hangs below it.
+    """A node: an edge of the tree, and the subtree below it.
 
     Attributes:
-      parent: the node above; None for the root of a namespace.
+      parent: parent node; None for the root of a namespace.
       first: index of the edge's first block in its sequence.
       keys: content of each block of the edge.
-      blocks: the blocks; 0 where content has gone that leads to some that is there (a tombstone).
-      children: by the first key of their edge.
-      namespace: of a root, the bytes under which it is found.
+      blocks: block ids; 0 for a removed block with descendants (a tombstone).
+      children: child nodes, by the first key of their edge.
+      namespace: for a root, the bytes of its namespace.
     """
 
     __slots__ = ("blocks", "children", "first", "keys", "namespace", "parent")
@@ -33,10 +33,10 @@ class _Node:
 
 
 class RadixIndex:
-    """A tree of token runs; a match compares the content itself, so nothing can collide."""
+    """A tree of token runs. A match compares the content itself, so that nothing can collide."""
 
     def __init__(self, tokens: np.ndarray, parents: np.ndarray, *, gaps: bool):
-        del parents, gaps  # the tree itself knows
+        del parents, gaps  # known from the tree itself
         num_blocks = len(tokens)
         self._roots: dict[bytes, _Node] = {}
         self._node_of: list[_Node | None] = [None] * num_blocks
@@ -45,7 +45,8 @@ class RadixIndex:
 
     def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
         node, at = self._locate(keys.root, parent)
-        contents, found = keys.contents(), []
+        contents = keys.contents()
+        found: list[int] = []
         while node is not None and (rest := len(contents) - len(found)):
             if at == len(node.keys):
                 node, at = node.children.get(contents[len(found)]), 0
@@ -63,7 +64,7 @@ class RadixIndex:
         return np.array(found, np.int64)
 
     def _locate(self, root: bytes, parent: int) -> tuple[_Node | None, int]:
-        """The node of the block before, and the position behind it in the node's edge."""
+        """Node of the preceding block, and the position behind that block in the node's edge."""
         if parent == ROOT:
             return self._roots.get(root), 0
         node = self._node_of[parent]
@@ -84,19 +85,19 @@ class RadixIndex:
             if at == len(node.keys) or node.keys[at] != key:
                 self._grow(node, at, first + i, new[i:], list(blocks[i:]))
                 break
-            node.blocks[at] = block  # in the place of a tombstone
+            node.blocks[at] = block  # replaces a tombstone
             self._node_of[block], self._depth[block] = node, first + i
             at += 1
         self._size += len(blocks)
         return len(blocks)
 
     def _grow(self, node: _Node, at: int, first: int, new: list[bytes], blocks: list[int]) -> None:
-        """Hangs a run of blocks behind the first `at` of an edge."""
+        """Adds a run of blocks behind the first `at` blocks of an edge."""
         if at < len(node.keys):
             node = self._split(node, at)
         if node.children or node.parent is None:
             node.children[new[0]] = node = _Node(node, first, new, blocks)
-        else:  # a leaf grows: no chain of one-block nodes behind a sequence that decodes
+        else:  # extend a leaf: decoding makes no chain of one-block nodes
             node.keys += new
             node.blocks += blocks
         for i, block in enumerate(blocks):
@@ -104,9 +105,9 @@ class RadixIndex:
             self._depth[block] = first + i
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cuts an edge; the front part becomes a node of its own, which is returned.
+        """Splits an edge; the front part becomes a new node, which is returned.
 
-        The front is what the caller has just walked, so that moving it costs no more than that.
+        The caller has just walked the front, so that moving it costs no more than that walk.
         """
         assert node.parent is not None
         front = _Node(node.parent, node.first, node.keys[:at], node.blocks[:at])
@@ -125,7 +126,7 @@ class RadixIndex:
         node.blocks[self._depth[block] - node.first] = 0
         self._node_of[block] = None
         self._size -= 1
-        while not node.children:  # tombstones that lead nowhere go
+        while not node.children:  # remove tombstones without descendants
             above = node.parent
             if above is None:
                 del self._roots[node.namespace]

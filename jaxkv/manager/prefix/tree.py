@@ -1,4 +1,4 @@
-"""Which indexed block follows which: parents, children, siblings, in arrays by block."""
+"""Links between indexed blocks (parents, children, siblings), in arrays by block."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class BlockTree:
         self._previous = np.zeros(num_blocks, np.int32)
 
     def add(self, blocks: np.ndarray, parent: int) -> None:
-        """A run of new blocks, each the child of the one before, the first of `parent`."""
+        """Adds a run of blocks, each a child of the one before, the first of `parent`."""
         self.parents[blocks[1:]] = blocks[:-1]
         self._first_child[blocks[:-1]], self._first_child[blocks[-1]] = blocks[1:], 0
         self._next[blocks] = self._previous[blocks] = 0
         self.attach(int(blocks[0]), parent)
 
     def add_leaves(self, blocks: np.ndarray, parents: np.ndarray) -> None:
-        """New blocks, each below its parent, which is none of them."""
+        """Adds blocks below their parents, which are not among them."""
         self._first_child[blocks] = self._next[blocks] = self._previous[blocks] = 0
         if len(set(parents.tolist())) == len(parents) and not self._first_child[parents].any():
             self.parents[blocks], self._first_child[parents] = parents, blocks
@@ -34,7 +34,7 @@ class BlockTree:
                 self.attach(block, parent)
 
     def attach(self, block: int, parent: int) -> None:
-        """Puts a block without siblings below `parent`."""
+        """Adds a block without siblings below `parent`."""
         self.parents[block] = parent
         if parent != ROOT:
             eldest = int(self._first_child[parent])
@@ -42,7 +42,7 @@ class BlockTree:
             self._first_child[parent] = block
 
     def remove(self, block: int) -> list[int]:
-        """Takes a block out; returns its children, whose parent is gone now."""
+        """Removes a block; returns its children, whose parent becomes GONE."""
         parent, children = self.parents.item(block), self.children(block)
         before, after = self._previous.item(block), self._next.item(block)
         if before:
@@ -57,16 +57,17 @@ class BlockTree:
         return children
 
     def clear(self) -> None:
-        """Takes out all."""
+        """Removes all blocks."""
         self._first_child[:] = self._next[:] = self._previous[:] = 0
 
     def has_children(self, block: int) -> bool:
-        """Whether an indexed block follows this one."""
+        """Whether a block has indexed children."""
         return self._first_child.item(block) != 0
 
     def children(self, block: int) -> list[int]:
-        """Indexed blocks whose content follows this one's."""
-        found, child = [], self._first_child.item(block)
+        """Indexed children of a block."""
+        found: list[int] = []
+        child = self._first_child.item(block)
         while child:
             found.append(child)
             child = self._next.item(child)
@@ -74,7 +75,8 @@ class BlockTree:
 
     def subtree(self, block: int) -> list[int]:
         """The block and its descendants, children before parents."""
-        order, todo = [], [block]
+        order: list[int] = []
+        todo = [block]
         while todo:
             order.append(todo.pop())
             todo += self.children(order[-1])

@@ -1,4 +1,4 @@
-"""What a sliding window leaves behind: one rule for running sequences and for prefix hits."""
+"""Blocks behind a sliding window: one rule for running sequences and for prefix hits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def blocks_behind(length: int, window: int, block_size: int) -> int:
-    """Leading blocks that no query from position `length` on sees.
+    """Number of leading blocks that no query from position `length` on sees.
 
     A query sees `window` tokens, itself included.
 
@@ -18,15 +18,15 @@ def blocks_behind(length: int, window: int, block_size: int) -> int:
 
 
 def longest_hit(found: np.ndarray, window: int, block_size: int) -> np.ndarray:
-    """The longest prefix whose next query sees only blocks that are there.
+    """The longest prefix whose next query sees only cached blocks.
 
-    Its last block must be there in any case: what is computed behind it is found through it.
+    Its last block must be cached in any case: blocks computed behind it are found through it.
 
     Args:
-      found: i64[n], the cached blocks of a prompt; 0 where there is none.
+      found: i64[n]; cached blocks of a prompt, 0 for missing ones.
 
     Returns:
-      i64: the leading part of `found`, 0 in place of what is behind the window.
+      i64; the leading part of `found`, 0 for blocks behind the window.
 
     Example:
       >>> longest_hit(np.array([0, 0, 5, 6, 0, 7]), window=6, block_size=4)
@@ -34,7 +34,9 @@ def longest_hit(found: np.ndarray, window: int, block_size: int) -> np.ndarray:
     """
     ends = np.arange(1, len(found) + 1)
     behind = np.minimum(np.maximum(0, ends * block_size - window + 1) // block_size, ends - 1)
-    missing = np.maximum.accumulate(np.where(found == 0, ends, 0))  # number of the last one missing
+    missing = np.maximum.accumulate(
+        np.where(found == 0, ends, 0)
+    )  # 1-based index of the last missing block
     good = np.flatnonzero(missing <= behind)
     length = int(ends[good[-1]]) if len(good) else 0
     hits = found[:length].copy()

@@ -211,7 +211,7 @@ def test_attention_refuses_shapes_that_do_not_fit(small_model, bad):
     args = dict(q=q, k=kv, v=kv, layer=0)
     args |= dict(layer=dict(layer=2), k=dict(k=jnp.ones((1, 2, 4))), v=dict(v=jnp.ones((2, 2, 8))),
                  heads=dict(q=jnp.ones((1, 3, 8))))[bad]  # fmt: skip
-    with pytest.raises(ValueError, match=r"layer|must be|divide"):
+    with pytest.raises(ValueError, match=r"layer|must be|grouped"):
         jaxkv.attention(args["q"], args["k"], args["v"], state, args["layer"], batch)
 
 

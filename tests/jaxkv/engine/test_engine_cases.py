@@ -167,7 +167,7 @@ def test_preemption_changes_nothing_062(small_model, prefix_index):
     preempted = [e for e in log if e.kind == events.PREEMPT]
     assert engine.stats().preemptions == len(preempted) > 0
     assert {e.detail["request"] for e in preempted} == {"r2"}
-    assert "blocks were asked for" in preempted[0].detail["reason"]
+    assert "blocks needed" in preempted[0].detail["reason"]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -201,7 +201,7 @@ def test_pins_that_leave_no_room_are_an_error_and_not_a_stall(small_model):
     for output in engine.stream():
         last = output
     assert (last.request_id, last.finish_reason) == (request, "error")
-    assert "out of cache: 16 tokens need 4 blocks, 2 can be had" in last.error
+    assert "out of cache: 16 tokens need 4 blocks, 2 are available" in last.error
     engine.manager.unpin(prompt)
     verify_idle(engine)
 

@@ -697,7 +697,7 @@ def test_a_pinned_prefix_outlives_everything_until_it_is_let_go(index, eviction)
     assert o.m.stats().pinned == 0
     assert fill(o) == 6
     assert o.m.lookup(run(1, 12)) == 0
-    with pytest.raises(JaxkvError, match="no pin"):
+    with pytest.raises(JaxkvError, match="not pinned"):
         o.m.unpin(run(1, 9))
 
 
