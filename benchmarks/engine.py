@@ -63,12 +63,16 @@ def host_work(model, seqs: int, steps: int, rounds: int) -> dict:
 
     "host_ms" is processor time of the thread that drives the engine: time in which XLA's threads,
     or others, have its core is not its work. The parts are wall time. The quickest of several
-    rounds, since whatever else the machine does only adds to them; all are in "rounds_ms".
+    rounds, since whatever else the machine does only adds to them; "rounds_ms" and "rounds" hold
+    the values of all rounds.
     """
     engine = engine_of(model, max_len=64 + steps, seqs=seqs)
     done = [host_round(engine, seqs, steps) for _ in range(rounds)]
     best = min(done, key=lambda row: row["host_ms"])
-    return {"seqs": seqs, "steps": steps, **best, "rounds_ms": [row["host_ms"] for row in done]}
+    parts = {name: [row["parts_ms"][name] for row in done] for name in best["parts_ms"]}
+    rounds = {"parts_ms": parts, "step_ms": [row["step_ms"] for row in done]}
+    return {"seqs": seqs, "steps": steps, **best,
+            "rounds_ms": [row["host_ms"] for row in done], "rounds": rounds}  # fmt: skip
 
 
 def host_round(engine: jaxkv.Engine, seqs: int, steps: int) -> dict:
@@ -108,6 +112,13 @@ def take_turns(calls: dict, rounds: int, what: str) -> dict[str, list[float]]:
     return {name: times[1:] for name, times in seconds.items()}
 
 
+def compared(seconds: dict[str, list[float]], over: str, under: str) -> dict:
+    """Ratio of the medians of two calls that took turns, and the ratio of each round."""
+    ratio = statistics.median(seconds[over]) / statistics.median(seconds[under])
+    ratios = [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
+    return {"seconds": seconds, "ratio": ratio, "rounds": {"ratio": ratios}}
+
+
 def no_hits(model, rounds: int) -> dict:
     """Seconds of the same 32 requests with prefix caching and without; every prompt is new."""
     vocab_size = model.config.vocab_size
@@ -121,9 +132,7 @@ def no_hits(model, rounds: int) -> dict:
         for name in ("hash", "none")
     }
     calls = {name: functools.partial(run, engine) for name, engine in engines.items()}
-    seconds = take_turns(calls, rounds, "no hits")
-    on, off = (statistics.median(seconds[name]) for name in ("hash", "none"))
-    return {"seconds": seconds, "ratio": on / off}
+    return compared(take_turns(calls, rounds, "no hits"), "hash", "none")
 
 
 def beams(model, rounds: int) -> dict:
@@ -139,29 +148,34 @@ def beams(model, rounds: int) -> dict:
         engine.generate(prompts, params, progress=False)
 
     calls = {"beams": functools.partial(run, search), "samples": functools.partial(run, draw)}
-    seconds = take_turns(calls, rounds, "beams")
-    both = {name: statistics.median(times) for name, times in seconds.items()}
-    return {"seconds": seconds, "ratio": both["beams"] / both["samples"]}
+    return compared(take_turns(calls, rounds, "beams"), "beams", "samples")
 
 
-def shared_prefix(model, requests: int, length: int) -> dict:
+def shared_prefix(model, requests: int, length: int, rounds: int) -> dict:
     """Mean seconds to the first token of requests that begin alike, all submitted at once."""
     system = prompts_of(1, length, model.config.vocab_size)[0]
-    tails = prompts_of(2 * requests, 16, model.config.vocab_size, seed=1)
-    means = {}
-    for name in ("hash", "none"):
-        engine = engine_of(
+    engines = {
+        name: engine_of(
             model, max_len=length + 64, seqs=requests, prefix_index=None if name == "none" else name
         )
-        # One request before: the system prompt has been seen once.
-        engine.generate([system + tails[-1]], params_of(4), progress=False)
-        outputs = engine.generate(
-            [system + tail for tail in tails[:requests]], params_of(2), progress=False
-        )
-        times = [sample.timings for (sample,) in outputs]
-        means[name] = statistics.mean((t.first_token or 0) - t.submitted for t in times)
-    return {"requests": requests, "prefix": length, "seconds": means,
-            "ratio": means["none"] / means["hash"]}  # fmt: skip
+        for name in ("hash", "none")
+    }
+    means: dict[str, list[float]] = {name: [] for name in engines}
+    for i in range(rounds):
+        tails = prompts_of(requests + 1, 16, model.config.vocab_size, seed=1 + i)
+        for name, engine in engines.items():
+            # One request before: the system prompt has been seen once.
+            engine.generate([system + tails[-1]], params_of(4), progress=False)
+            outputs = engine.generate(
+                [system + tail for tail in tails[:requests]], params_of(2), progress=False
+            )
+            times = [sample.timings for (sample,) in outputs]
+            means[name].append(statistics.mean((t.first_token or 0) - t.submitted for t in times))
+    seconds = {name: statistics.median(values) for name, values in means.items()}
+    ratios = [off / on for off, on in zip(means["none"], means["hash"], strict=True)]
+    return {"requests": requests, "prefix": length, "seconds": seconds,
+            "ratio": seconds["none"] / seconds["hash"],
+            "rounds": {"seconds": means, "ratio": ratios}}  # fmt: skip
 
 
 def main() -> int:
@@ -180,7 +194,7 @@ def main() -> int:
     rows["no hits"] = no_hits(model, min(args.rounds, 3))
     rows["no hits, worst"] = no_hits(tiny, args.rounds)
     rows["beams"] = beams(model, min(args.rounds, 3))
-    rows["shared"] = shared_prefix(model, args.requests, args.prefix)
+    rows["shared"] = shared_prefix(model, args.requests, args.prefix, min(args.rounds, 2))
 
     table = Table(title="engine")
     for column in ("what", "measured", "target"):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from jaxkv import BlockManager
@@ -106,6 +107,13 @@ def locate() -> float:
     return best(lambda: manager.locate(rows, positions), 5, len(rows))
 
 
+def one_round(options: dict) -> dict[str, float]:
+    """Every operation measured once, ns."""
+    rows = {f"append one token, {n} sequences": append(n, options) for n in (256, 4096)}
+    rows |= prompts(options)
+    return rows | {"block of a (sequence, position), 100,000 live": locate()}
+
+
 def bytes_of(manager: BlockManager) -> tuple[float, float]:
     """Array bytes per block and per sequence."""
     arrays = lambda o: [v for v in vars(o).values() if isinstance(v, np.ndarray)]  # noqa: E731
@@ -120,13 +128,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prefix-index", default="hash", choices=["hash", "radix"])
     parser.add_argument("--eviction", default="lru")
+    parser.add_argument("--rounds", type=int, default=5, help="repeats; the figures are medians")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     options = {"prefix_index": args.prefix_index, "eviction": args.eviction}
     gc.freeze()
-    rows = {f"append one token, {n} sequences": append(n, options) for n in (256, 4096)}
-    rows |= prompts(options)
-    rows["block of a (sequence, position), 100,000 live"] = locate()
+    progress = track(range(args.rounds), "rounds", console=Console(stderr=True), transient=True)
+    done = [one_round(options) for _ in progress]
+    rounds = {name: [row[name] for row in done] for name in FIGURES}
+    rows = {name: float(np.median(times)) for name, times in rounds.items()}
     block, sequence = bytes_of(BlockManager(BLOCKS, SIZE, max_seqs=64, max_blocks_per_seq=128))
     table = Table(title=f"Block manager, ns ({args.prefix_index}, {args.eviction})")
     for column in ("operation", "jaxkv", "nano-vllm", "target"):
@@ -143,7 +153,8 @@ def main() -> int:
         meta = {"python": platform.python_version(), "numpy": np.__version__,
                 "cpus": os.cpu_count(), "load_1m": os.getloadavg()[0], **options}  # fmt: skip
         bytes_ = {"bytes_per_block": block, "bytes_per_sequence": sequence}
-        args.json.write_text(json.dumps({"meta": meta, "ns": rows, **bytes_}, indent=1))
+        out = {"meta": meta, "ns": rows, "rounds": {"ns": rounds}, **bytes_}
+        args.json.write_text(json.dumps(out, indent=1))
     return 0
 
 
