@@ -1,4 +1,4 @@
-"""The bar that long work shows."""
+"""Progress bar of long-running work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(*, shown: bool = True) -> Progress:
-    """What, how far, how many of how many, how long; on standard error, gone when it is done."""
+    """A bar on standard error: description, count and elapsed time; erased when it ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)

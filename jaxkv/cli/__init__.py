@@ -1,7 +1,7 @@
-"""The command line: the outermost layer. It and `compile_check` alone know `models`.
+"""The command line, the outermost layer. Only it and `compile_check` import `models`.
 
-A command's module is imported when the command is named. At its top it imports what its options
-need; JAX, Flax, rich and matplotlib come inside `run`, where the command needs them.
+A command's module is imported when the command is named. The module imports at its top what its
+options need, and JAX, Flax, rich and matplotlib inside `run`, where the command needs them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _COMMANDS = {
     "generate": "generate text through a paged KV cache",
     "bench": "measure the engine on the requests of a trace",
     "simulate": "replay a request trace through the block manager, without a device",
-    "size": "memory that a cache takes, and the block size that fits",
-    "snapshot": "compare snapshots of the blocks",
-    "replay": "run the log of a block manager again and compare",
+    "size": "compute the memory of a KV cache and suggest a block size",
+    "snapshot": "compare snapshots of a block pool",
+    "replay": "rerun the log of a block manager and report the first difference",
     "compile-check": "compile kernels and whole steps for GPUs you do not have",
 }
 
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
-    Bad input is one line on standard error and status 2.
+    Bad input prints one line to standard error and returns 2.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(prog="jaxkv", description="The paged KV-cache memory layer for JAX.")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary)
-        if name in argv:  # the options of the others are never looked at
+        if name in argv:  # the options of other commands are not needed
             module = importlib.import_module(f"jaxkv.cli.{name.replace('-', '_')}")
             module.add_options(command)
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""`jaxkv bench`: how fast the engine runs a trace's requests on any model."""
+"""`jaxkv bench`: throughput and latency of the engine on the requests of a trace."""
 
 from __future__ import annotations
 
@@ -22,28 +22,41 @@ if TYPE_CHECKING:
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     p.description = (
-        "Runs requests with the lengths of a trace (and what their prompts share, if "
-        "it says so) through the engine, all submitted at once, greedy, random tokens. Everything "
-        "is compiled first."
+        "Runs requests with the lengths of a trace through the engine and prints throughput, "
+        "latencies and the host's time per step. Prompts are random tokens and share the prefixes "
+        "that they share in the trace. All requests are submitted at the start and decoded "
+        "greedily. Compilation is done beforehand and not counted."
     )
-    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add_engine_options(p)
     p.add_argument(
         "--trace", default="azure-conv", metavar="TRACE",
-        help="a file (Mooncake or Qwen-Bailian JSON lines, Azure or BurstGPT CSV), or "
-        + ", ".join(PACKAGED),
+        help="trace file (Mooncake or Qwen-Bailian JSON lines, Azure or BurstGPT CSV), or a "
+        f"packaged trace: {', '.join(PACKAGED)} (default: %(default)s)",
     )  # fmt: skip
-    p.add_argument("--requests", type=int, default=64, metavar="N", help="the first N of it")
-    p.add_argument("--scale", type=float, default=8, metavar="X", help="lengths are divided by X")
-    p.add_argument("--max-seqs", type=int, default=32, metavar="N", help="most that run at once")
     p.add_argument(
-        "--chunk", type=int, default=256, metavar="N", help="prompt tokens of one step, at most"
-    )
+        "--requests", type=int, default=64, metavar="N",
+        help="number of requests, from the start of the trace (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--scale", type=float, default=8, metavar="X",
+        help="divisor of the trace's prompt and output lengths (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-seqs", type=int, default=32, metavar="N",
+        help="maximum number of sequences that run at once (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--chunk", type=int, default=256, metavar="N",
+        help="maximum number of prompt tokens per step (default: %(default)s)",
+    )  # fmt: skip
     p.add_argument(
         "--compare", action="store_true",
-        help="run the requests in static batches and one by one, too",
+        help="also run the requests in static batches and one by one",
     )  # fmt: skip
-    p.add_argument("--seed", type=int, default=0, help="of the tokens")
+    p.add_argument(
+        "--seed", type=int, default=0, metavar="N",
+        help="seed of the random tokens (default: %(default)s)",
+    )  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.set_defaults(run=run)
 
@@ -95,7 +108,7 @@ def _table(work: Workload, results: list[Measured], compiling: float) -> Table:
     table = Table(
         title=f"{work.name}: {sum(map(len, work.prompts))} prompt tokens, "
         f"{sum(work.max_tokens)} generated",
-        caption=f"{compiling:.0f} s of compiling before, not counted",
+        caption=f"{compiling:.0f} s of compilation beforehand, not counted",
     )
     table.add_column("")
     for result in results:
@@ -109,12 +122,12 @@ def _table(work: Workload, results: list[Measured], compiling: float) -> Table:
 
     row("tokens/s", *(f"{r.tokens_per_s:.1f}" for r in results))
     row("seconds", *(f"{r.seconds:.2f}" for r in results))
-    row("first token, median / 95 %, s", *(pair(r.first_token_s) for r in results))
-    row("later tokens, median / 95 %, s", *(pair(r.token_s) for r in results))
+    row("first token, median / p95, s", *(pair(r.first_token_s) for r in results))
+    row("later tokens, median / p95, s", *(pair(r.token_s) for r in results))
     row("prompt tokens computed", *(f"{r.computed_prompt_tokens}" for r in results))
     row("steps", *(f"{r.steps}" for r in results))
     row("preemptions", *(f"{r.preemptions}" for r in results))
     table.add_section()
     for name in results[0].host_ms:
-        row(f"{name}, ms of a step", *(f"{r.host_ms[name]:.3f}" for r in results))
+        row(f"{name}, ms per step", *(f"{r.host_ms[name]:.3f}" for r in results))
     return table

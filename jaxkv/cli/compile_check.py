@@ -1,4 +1,4 @@
-"""`jaxkv compile-check`: compiles the kernels and whole steps for GPUs that are not there."""
+"""`jaxkv compile-check`: ahead-of-time compilation for GPUs that the machine does not have."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from jaxkv.errors import ConfigError
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     p.description = (
-        "Compiles the operations on the pool, the kernels and whole steps of models "
-        "down to machine code for GPUs that this machine need not have, and reads from the "
-        "compiler what they take. Exit status 1 where something does not compile, spills "
-        "registers, copies the pool or writes it element by element. Needs the dependency group "
-        "`aot`: uv run --group aot jaxkv compile-check."
+        "Compiles the operations on the pool, the kernels and whole model steps to machine code "
+        "for GPUs that this machine need not have, and prints the resources that the compiler "
+        "reports. The exit status is 1 if a program does not compile, spills registers, copies "
+        "the pool or writes it element by element. Needs the dependency group `aot` "
+        "(uv run --group aot)."
     )
     p.add_argument(
         "--gpu", action="append", choices=[*NAMES, "all"], metavar="NAME",
-        help=f"{', '.join(NAMES)} or all; may be repeated (default: h200)",
+        help=f"target GPU: {', '.join(NAMES)} or all; may be repeated (default: h200)",
     )  # fmt: skip
-    p.add_argument("--kernels-only", action="store_true", help="no whole steps")
+    p.add_argument("--kernels-only", action="store_true", help="leave out the whole model steps")
     p.add_argument(
         "--only", action="append", metavar="TEXT",
-        help="only steps with this in their names; may be repeated",
+        help="compile only programs with TEXT in their names; may be repeated",
     )  # fmt: skip
-    p.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, too")
+    p.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to FILE, as JSON"
+    )
     p.set_defaults(run=run)
 
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         and (program.kind != "step" or not args.kernels_only)
     ]
     if not names:
-        raise ConfigError(f"--only leaves none of these steps: {'; '.join(programs())}")
+        raise ConfigError(f"--only matches no program; the programs are: {'; '.join(programs())}")
     jobs = [(target, name) for target in targets for name in names]
     rows = {}
     with progress_bar() as bar:
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps([row.to_dict() for row in ordered], indent=1) + "\n")
     console = Console()
     if not console.is_terminal:
-        console.width = 180  # of the table; 80 would break most of its words
+        console.width = 180  # at 80 most words of the table would be broken
     for target in targets:
         console.print(table(Target.load(target), [rows[target, name] for name in names]))
     broken = [f"{r.target}, {r.program}: {what}" for r in ordered for what in r.broken]

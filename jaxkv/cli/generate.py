@@ -1,4 +1,4 @@
-"""`jaxkv generate`: text from a checkpoint through a paged cache, and what it took."""
+"""`jaxkv generate`: text generation from a checkpoint, with statistics of the paged cache."""
 
 from __future__ import annotations
 
@@ -21,21 +21,43 @@ if TYPE_CHECKING:
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
-    p.description = "Generates text through a paged KV cache; several prompts decode as one batch."
-    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
-    p.add_argument("--prompts-file", type=Path, metavar="FILE", help="more prompts, one per line")
-    p.add_argument("--chat", action="store_true", help="apply the model's chat template")
-    add_engine_options(p)
-    p.add_argument("--max-tokens", type=int, default=64, help="most tokens for each prompt")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    p.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0 is off")
-    p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest p; 1 is off")
-    p.add_argument("--seed", type=int, default=0, help="of the random draws")
-    p.add_argument("--n", type=int, default=1, help="samples of each prompt")
+    p.description = "Generates text through a paged KV cache. Several prompts decode as one batch."
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts to continue")
     p.add_argument(
-        "--beam-width", type=int, default=0, help="search so many hypotheses at a time; 0 is off"
+        "--prompts-file", type=Path, metavar="FILE", help="file of further prompts, one per line"
     )
+    p.add_argument(
+        "--chat", action="store_true", help="apply the model's chat template to each prompt"
+    )
+    add_engine_options(p)
+    p.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N",
+        help="maximum number of tokens to generate per sample (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X",
+        help="sampling temperature; 0 is greedy (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--top-k", type=int, default=0, metavar="N",
+        help="sample from the N most likely tokens; 0 is off (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P",
+        help="sample from the most likely tokens with a total probability of P; 1 is off "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--seed", type=int, default=0, metavar="N",
+        help="seed of the sampler (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--n", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)"
+    )
+    p.add_argument(
+        "--beam-width", type=int, default=0, metavar="N",
+        help="number of beams of a beam search; 0 is off (default: %(default)s)",
+    )  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.set_defaults(run=run)
 
@@ -52,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts_file is not None:
         texts += [line for line in args.prompts_file.read_text().splitlines() if line.strip()]
     if not texts:
-        raise ConfigError("no prompt; give one, or --prompts-file with one per line")
+        raise ConfigError("no prompt; give PROMPT, or --prompts-file with one prompt per line")
     params: SamplingParams | BeamSearchParams = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -63,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.beam_width:
         if args.n > 1 or args.temperature > 0:
-            raise ConfigError("--beam-width goes without --n and --temperature: it draws nothing")
+            raise ConfigError(
+                "--beam-width cannot be combined with --n or --temperature: beam search does not "
+                "sample"
+            )
         params = BeamSearchParams(width=args.beam_width, max_tokens=args.max_tokens)
     samples = params.num_samples
     checkpoint, _ = load_model(args)
@@ -91,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             progress.advance(task)
             if streaming:
                 if progress.live.is_started:
-                    progress.stop()  # the text itself is the progress from here on
+                    progress.stop()  # from here on the text shows the progress
                     print("" if args.chat else texts[0], end="")
                 if token not in config.eos_token_ids:
                     print(stream.push([token]), end="", flush=True)
@@ -141,11 +166,11 @@ def _table(result: Generation, block_size: int) -> Table:
         ("prompt tokens", f"{stats.prompt_tokens}"),
         ("generated tokens", f"{stats.generated_tokens}"),
         ("time to first token", f"{max(first):.2f} s" if first else "-"),
-        ("of it and later, compiling", f"{stats.compile_seconds:.2f} s"),
+        ("time spent compiling", f"{stats.compile_seconds:.2f} s"),
         ("decode speed", f"{stats.decode_tokens_per_s:.1f} tokens/s"),
         ("blocks used", f"{stats.peak_blocks} of {block_size} tokens"),
         ("KV bytes in blocks", f"{stats.kv_bytes / mib:.1f} MiB"),
-        (f"contiguous cache of {stats.max_len}", f"{stats.contiguous_bytes / mib:.1f} MiB"),
+        (f"contiguous cache of {stats.max_len} tokens", f"{stats.contiguous_bytes / mib:.1f} MiB"),
     ]
     for row in rows:
         table.add_row(*row)

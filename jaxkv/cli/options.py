@@ -1,4 +1,4 @@
-"""What commands that run a model have in common."""
+"""Options and helpers of the commands that run a model."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from jaxkv.config import DTYPES
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The model, its cache and how steps are formed."""
+    """Adds the options of the model, its cache and the engine's steps."""
     parser.add_argument(
         "--model", type=Path, metavar="PATH", default=argparse.SUPPRESS,
         help="GGUF file, Hugging Face folder or Orbax checkpoint (default: SmolLM2-135M-Instruct)",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), default="float32", help="of weights, activations and cache"
-    )
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
+        "--dtype", choices=list(DTYPES), default="float32",
+        help="element type of weights, activations and cache (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-size", type=int, default=16, metavar="N",
+        help="tokens per block of the cache (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--num-blocks", type=int, default=argparse.SUPPRESS, metavar="N",
-        help="blocks in the pool (default: enough for what is to run)",
+        help="blocks in the pool (default: enough for all sequences that run at once)",
     )  # fmt: skip
     parser.add_argument(
         "--prefix-index", choices=["hash", "radix", "none"], default="hash",
-        help="how cached prefixes are found",
+        help="index that finds cached prefixes; none: no prefix caching (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--steps-per-dispatch", type=int, default=1, metavar="N",
-        help="tokens that the device makes before the host looks",
+        help="decode steps that the device runs per dispatch (default: %(default)s)",
     )  # fmt: skip
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Path]:
     """The checkpoint that the options name, and its path."""
-    from jaxkv.models import default_model, load  # the one place where jaxkv looks outward
+    from jaxkv.models import default_model, load  # loads JAX and Flax
 
     use_compilation_cache()
     path = getattr(args, "model", None) or default_model()
@@ -44,7 +48,7 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Path]:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled steps on disk between runs of the command line."""
+    """Keeps compiled steps on disk for later runs of the command line."""
     import jax
 
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -52,5 +56,5 @@ def use_compilation_cache() -> None:
 
 
 def prefix_index(args: argparse.Namespace) -> str | None:
-    """As `BlockManager` takes it."""
+    """The option's value as an argument of `BlockManager`."""
     return None if args.prefix_index == "none" else args.prefix_index

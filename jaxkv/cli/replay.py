@@ -1,4 +1,4 @@
-"""`jaxkv replay`: runs a log of a block manager again and says where it goes another way."""
+"""`jaxkv replay`: reruns the log of a block manager and reports the first difference."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     p.description = (
-        "Runs a log that jaxkv.record wrote on a new block manager and compares "
-        "all that it does. Exit status 1 where it differs."
+        "Reruns the operations in a log of jaxkv.record on a new block manager and compares "
+        "results and events with the log. The exit status is 1 if they differ."
     )
-    p.add_argument("log", type=Path, metavar="LOG", help="JSON lines")
+    p.add_argument("log", type=Path, metavar="LOG", help="log file of jaxkv.record (JSON lines)")
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.set_defaults(run=run)
 

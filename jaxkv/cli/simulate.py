@@ -1,4 +1,4 @@
-"""`jaxkv simulate`: a request trace through the block manager, with no device."""
+"""`jaxkv simulate`: replays a request trace through the block manager, without a device."""
 
 from __future__ import annotations
 
@@ -23,39 +23,47 @@ _FORMATS = (".png", ".pdf", ".svg")
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     p.description = (
-        "Replays a request trace through the block manager, with no device: how much "
-        "of the prompts a pool would find, what it holds and what it wastes. Requests take no time "
-        "unless --concurrency is given."
+        "Replays a request trace through the block manager, without a device, and reports the "
+        "pool's hit rate, peak usage, evictions and wasted slots. Requests take no time unless "
+        "--concurrency is given."
     )
-    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument(
         "trace", metavar="TRACE",
-        help="a file (Mooncake or Qwen-Bailian JSON lines, Azure or BurstGPT CSV), or "
-        + ", ".join(PACKAGED),
+        help="trace file (Mooncake or Qwen-Bailian JSON lines, Azure or BurstGPT CSV), or a "
+        f"packaged trace: {', '.join(PACKAGED)}",
     )  # fmt: skip
-    p.add_argument("--blocks", type=int, required=True, metavar="N", help="blocks in the pool")
-    p.add_argument("--block-size", type=int, default=512, metavar="N", help="tokens per block")
-    p.add_argument("--policy", choices=POLICIES, default="lru", help="which block is evicted")
+    p.add_argument(
+        "--blocks", type=int, required=True, metavar="N", help="blocks in the pool (required)"
+    )
+    p.add_argument(
+        "--block-size", type=int, default=512, metavar="N",
+        help="tokens per block (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--policy", choices=POLICIES, default="lru", help="eviction policy (default: %(default)s)"
+    )
     p.add_argument(
         "--prefix-index", choices=["hash", "radix", "none"], default="hash",
-        help="how blocks are found; none: never",
+        help="index that finds cached blocks; none: no prefix caching (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--concurrency", type=int, default=argparse.SUPPRESS, metavar="N",
-        help="requests take time, and at most N are served at once",
+        help="give requests a duration and serve at most N at once (default: they take no time)",
     )  # fmt: skip
     p.add_argument(
         "--prefill-rate", type=float, default=Service.prefill_tokens_per_s, metavar="X",
-        help="prompt tokens per second, of one sequence",
+        help="with --concurrency: prompt tokens per second of one sequence (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--decode-rate", type=float, default=Service.decode_tokens_per_s, metavar="X",
-        help="generated tokens per second, of one sequence",
+        help="with --concurrency: generated tokens per second of one sequence "
+        "(default: %(default)s)",
     )  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.add_argument(
         "--plot", type=Path, default=argparse.SUPPRESS, metavar="FILE",
-        help="draw hit rate (or waste) against size, and the pool over time: PNG, PDF or SVG",
+        help="write a figure (PNG, PDF or SVG): hit rate against pool size, or for traces without "
+        "prefix identity waste against block size; and the pool over time",
     )  # fmt: skip
     p.set_defaults(run=run)
 
@@ -68,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
 
     plot = getattr(args, "plot", None)
     if plot is not None and (plot.suffix not in _FORMATS or not plot.parent.is_dir()):
-        raise ConfigError(f"--plot {plot}: not a {', '.join(_FORMATS)} file in an existing folder")
+        raise ConfigError(
+            f"--plot {plot} must be in an existing folder and end in one of {', '.join(_FORMATS)}"
+        )
     service = None
     if hasattr(args, "concurrency"):
         service = Service(args.prefill_rate, args.decode_rate, args.concurrency)
@@ -101,12 +111,12 @@ def _table(r: SimulationResult) -> Table:
     rows = [
         ("pool", f"{r.num_blocks} blocks of {r.block_size} tokens, {r.policy}"),
         ("prompt blocks found", f"{r.hit_rate:.1%}{bound}"),
-        ("blocks written", f"{r.blocks_written} ({r.blocks} prompt blocks asked for)"),
+        ("blocks written", f"{r.blocks_written} ({r.blocks} prompt blocks requested)"),
         ("evictions", f"{r.evictions}"),
         ("slots wasted", f"{r.waste:.1%} ({r.contiguous_waste:.1%} if contiguous)"),
         ("peak", f"{r.peak_blocks} blocks, {r.peak_seqs} sequences"),
         (
-            f"peak if {r.max_len} tokens were reserved for each",
+            f"peak with {r.max_len} tokens per sequence",
             f"{r.contiguous_peak_blocks} blocks",
         ),
         ("requests too long for the pool", f"{r.rejected}"),

@@ -10,12 +10,15 @@ from jaxkv._util import ceil_div
 from jaxkv.studies.simulate import SimulationResult, simulate
 from jaxkv.studies.traces import Trace
 
-_POOLS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the pool asked for, in the plot
+_POOLS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # pool sizes of the plot, relative to the requested one
 _BLOCK_SIZES = (1, 4, 16, 64, 256)
 
 
 def figure(trace: Trace, result: SimulationResult) -> Figure:
-    """Hit rate against pool size (waste against block size where nothing is shared); over time."""
+    """Two plots: hit rate against pool size, and the pool over time.
+
+    For a trace without hash ids the first plot is waste against block size.
+    """
     canvas = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
     left, right = canvas.subplots(1, 2)
     if trace.has_ids:
@@ -67,7 +70,7 @@ def _wastes(axes: Axes, trace: Trace, result: SimulationResult) -> None:
     axes.plot(_BLOCK_SIZES, [r.waste for r in runs], "o-", label="paged")
     axes.plot(result.block_size, result.waste, "D", label="this run")
     axes.axhline(
-        result.contiguous_waste, color="k", ls="--", label=f"{result.max_len} slots for each"
+        result.contiguous_waste, color="k", ls="--", label=f"{result.max_len} slots per sequence"
     )
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens per block", ylabel="slots that hold no token", title="Waste")
@@ -84,10 +87,10 @@ def _pool_over_time(axes: Axes, result: SimulationResult) -> None:
     axes.axhline(result.num_blocks, color="k", lw=1, label="the pool")
     axes.axhline(
         result.contiguous_peak_blocks, color="k", ls="--",
-        label=f"peak with {result.max_len} slots for each: {result.contiguous_peak_blocks}",
+        label=f"peak with {result.max_len} slots per sequence: {result.contiguous_peak_blocks}",
     )  # fmt: skip
     top = min(1.2 * result.contiguous_peak_blocks, 3 * result.num_blocks)
-    axes.set_ylim(0, max(top, 1.5 * result.num_blocks))  # far above the pool, the number must do
+    axes.set_ylim(0, max(top, 1.5 * result.num_blocks))  # a peak far above it is given as a number
     axes.set(xlabel="minutes", ylabel="blocks", title="Memory over time")
 
 

@@ -1,4 +1,4 @@
-"""`jaxkv size`: what a cache of a model takes, paged and contiguous, and which block size fits."""
+"""`jaxkv size`: memory of a model's KV cache, paged and contiguous, and a block size for it."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ _UNITS |= {unit: 1000**i for i, unit in enumerate(("kb", "mb", "gb", "tb"), 1)}
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     p.description = (
-        "How much memory the KV cache of a model takes, and how many sequences a "
-        "budget holds, paged and contiguous; from lengths of sequences, which block size costs "
-        "least. Reads no weights."
+        "Computes the memory of a model's KV cache and the number of sequences that a budget "
+        "holds, paged and contiguous. Given sequence lengths, also suggests a block size. Reads no "
+        "weights."
     )
     p.add_argument(
         "model", nargs="?", type=Path, metavar="MODEL",
-        help="GGUF file, or Hugging Face or Orbax folder (config.json is enough); or give the "
-        "three sizes",
+        help="GGUF file, or Hugging Face or Orbax folder (config.json is enough); or give "
+        "--layers, --kv-heads and --head-dim",
     )  # fmt: skip
-    p.add_argument("--layers", type=int, metavar="N", help="transformer layers")
-    p.add_argument("--kv-heads", type=int, metavar="N", help="key/value heads of a layer")
-    p.add_argument("--head-dim", type=int, metavar="N", help="elements of one head")
+    p.add_argument("--layers", type=int, metavar="N", help="number of transformer layers")
+    p.add_argument("--kv-heads", type=int, metavar="N", help="number of key/value heads per layer")
+    p.add_argument("--head-dim", type=int, metavar="N", help="elements per head")
     p.add_argument(
-        "--memory", required=True, metavar="SIZE", help="budget of the cache, such as 16GiB"
-    )
+        "--memory", required=True, metavar="SIZE",
+        help="memory budget of the cache, such as 16GiB, 1.5GB or a number of bytes (required)",
+    )  # fmt: skip
     p.add_argument(
         "--max-len", type=int, default=4096, metavar="N",
-        help="longest sequence in tokens; what a contiguous cache reserves (default: %(default)s)",
+        help="length of the longest sequence, in tokens; a contiguous cache reserves it for every "
+        "sequence (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--block-size", type=int, default=CacheConfig.block_size, metavar="N",
@@ -58,21 +60,22 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     p.add_argument(
         "--length", type=int, metavar="N",
-        help="tokens of a sequence to count (default: mean of the lengths, else --max-len)",
+        help="length of the sequences that the budget is filled with, in tokens (default: mean of "
+        "the given lengths, else --max-len)",
     )  # fmt: skip
     lengths = p.add_mutually_exclusive_group()
     lengths.add_argument(
         "--lengths-file", type=Path, metavar="FILE",
-        help="suggest a block size for these final lengths in tokens, one per line",
+        help="suggest a block size for the final sequence lengths in FILE, in tokens, one per line",
     )  # fmt: skip
     lengths.add_argument(
         "--trace", metavar="TRACE",
-        help="the same for prompt and output of a request trace: a file, or "
+        help="suggest a block size for the requests of a trace file, or of a packaged trace: "
         + ", ".join(PACKAGED),
     )  # fmt: skip
     p.add_argument(
         "--dtype", choices=list(DTYPES), default=CacheConfig.dtype,
-        help="of the cache that a block size is suggested for (default: %(default)s)",
+        help="element type of the cache for the suggested block size (default: %(default)s)",
     )  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.set_defaults(run=run)
@@ -134,7 +137,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     missing = [flag for flag, value in given.items() if value is None]
     if args.model is None:
         if missing:
-            raise ConfigError(f"no model; give MODEL, or {', '.join(missing)} too")
+            raise ConfigError(f"no model; give MODEL, or add {', '.join(missing)}")
         return Shape(args.layers, args.kv_heads, args.head_dim)
     if len(missing) < len(given):
         raise ConfigError(f"give MODEL or {', '.join(given)}, not both")
@@ -143,11 +146,11 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     try:
         return read_config(args.model)
     except ConfigError as error:
-        raise ConfigError(f"{error}; to size it all the same, give {', '.join(given)}") from None
+        raise ConfigError(f"{error}; to size the cache anyway, give {', '.join(given)}") from None
 
 
 def _lengths(args: argparse.Namespace) -> np.ndarray | None:
-    """i64[N] final lengths in tokens, if any were asked for."""
+    """i64[N] final lengths in tokens, or None if no lengths were given."""
     if args.trace is not None:
         trace = load_trace(args.trace)
         return trace.input_tokens + trace.output_tokens
@@ -157,7 +160,7 @@ def _lengths(args: argparse.Namespace) -> np.ndarray | None:
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         if line.strip():
             if not re.fullmatch(r"\s*0*[1-9][0-9]{0,17}\s*", line):
-                what = f"{line.strip()[:40]!r} is not a whole number of tokens, 1 or more"
+                what = f"length must be a positive integer, got {line.strip()[:40]!r}"
                 raise ConfigError(f"{path}, line {number}: {what}")
             lengths.append(int(line))
     if not lengths:
@@ -170,7 +173,8 @@ def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(
-            f"--memory {text!r} is not a size; write bytes, or a number of KiB to TiB or KB to TB"
+            f"--memory {text!r} is not a size; give a number of bytes, or one with a unit from KiB "
+            "to TiB or KB to TB"
         )
     return int(Decimal(match[1]) * _UNITS[match[2].lower()])
 
@@ -186,10 +190,10 @@ def _bytes(count: float) -> str:
 def _pool_table(model: ModelShape, sizes: dict[str, CacheSize]) -> Table:
     first = next(iter(sizes.values()))
     table = _columns(
-        ("dtype", "a token", "a block", "blocks", "pool", "block tables"),
+        ("dtype", "per token", "per block", "blocks", "pool", "block tables"),
         title=f"{model.num_layers} layers, {model.num_kv_heads} KV heads of {model.head_dim}; "
         f"{_bytes(first.memory_bytes)} in blocks of {first.config.block_size} tokens",
-        caption="One of the blocks is the null block; block tables come beside the budget.",
+        caption="One block is the null block. Block tables are not part of the budget.",
     )
     for dtype, size in sizes.items():
         config = size.config
@@ -208,8 +212,8 @@ def _sequences_table(sizes: dict[str, CacheSize]) -> Table:
     first = next(iter(sizes.values()))
     table = _columns(
         ("dtype", "paged, each", "at once", "contiguous, each", "at once"),
-        title=f"Sequences of {first.length} tokens, of at most {first.max_len}",
-        caption=f"A contiguous cache reserves {first.max_len} tokens for each.",
+        title=f"Sequences of {first.length} tokens, longest {first.max_len}",
+        caption=f"A contiguous cache reserves {first.max_len} tokens per sequence.",
     )
     for dtype, size in sizes.items():
         table.add_row(
@@ -226,9 +230,9 @@ def _suggestion_table(suggestion: BlockSizeSuggestion) -> Table:
     table = _columns(
         ("block size", "empty slots", "waste", "table", "one copy", "copy cost", "total"),
         title=f"Blocks of {suggestion.block_size} tokens cost least ({suggestion.dtype})",
-        caption=f"Bytes per sequence, mean length {suggestion.mean_length:.0f}; a copy is charged "
-        f"{suggestion.copy_cost} bytes. The older rule sqrt(mean length x concurrency) / 6 says "
-        f"{suggestion.rule_of_thumb:.0f} at {suggestion.concurrency} sequences.",
+        caption=f"Bytes per sequence, mean length {suggestion.mean_length:.0f}; each copy is "
+        f"charged {suggestion.copy_cost} bytes. The older rule sqrt(mean length x concurrency) / 6 "
+        f"gives {suggestion.rule_of_thumb:.0f} for {suggestion.concurrency} sequences.",
     )
     for cost in suggestion.costs:
         table.add_row(

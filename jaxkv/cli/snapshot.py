@@ -1,4 +1,4 @@
-"""`jaxkv snapshot diff`: what happened to the blocks between two moments."""
+"""`jaxkv snapshot diff`: compares two snapshots of a block pool."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
-    p.description = "Works on snapshots that `Snapshot.write_csv` wrote as CSV."
+    p.description = "Compares snapshots of a block pool that Snapshot.write_csv wrote."
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
     diff = actions.add_parser(
         "diff",
         help="blocks that leaked, appeared, vanished, moved or changed their reference count",
-        description="Names the blocks that leaked, appeared, vanished, moved or changed their "
-        "reference count. Exit status 1 if a block leaked.",
+        description="Lists the blocks that leaked, appeared, vanished, moved or changed their "
+        "reference count. The exit status is 1 if a block leaked.",
     )
-    diff.add_argument("before", type=Path, metavar="A.csv", help="the earlier snapshot")
-    diff.add_argument("after", type=Path, metavar="B.csv", help="the later one")
+    diff.add_argument("before", type=Path, metavar="A.csv", help="the earlier snapshot, a CSV file")
+    diff.add_argument("after", type=Path, metavar="B.csv", help="the later snapshot, a CSV file")
     diff.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     diff.set_defaults(run=run)
 

@@ -13,7 +13,7 @@ FIELDS = {"hit_rate", "belady_hit_rate", "waste", "peak_blocks", "evictions", "b
 
 @pytest.fixture
 def chat(tmp_path):
-    """Three prompts, the last of which begins as the first."""
+    """Three prompts, the last of which begins like the first."""
     ids = [[1, 2], [3, 4], [1, 2, 5]]
     lines = [
         {"timestamp": 60_000 * i, "input_length": 512 * len(h), "output_length": 40, "hash_ids": h}
@@ -25,7 +25,7 @@ def chat(tmp_path):
 
 @pytest.fixture
 def code(tmp_path):
-    """No ids."""
+    """A trace without hash ids."""
     rows = [f"2023-11-16 18:17:{i:02d}.5,{300 * i + 20},{i + 5}" for i in range(8)]
     text = "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows])
     (tmp_path / "code.csv").write_text(text)
@@ -49,7 +49,7 @@ def test_json_is_one_object_and_nothing_else(capsys, chat):
     assert err.strip() == ""
 
 
-def test_policy_index_block_size_and_service_are_those_asked_for(capsys, chat):
+def test_the_result_has_the_requested_policy_index_block_size_and_service(capsys, chat):
     run(chat, "--blocks", 64, "--json", "--policy", "decayed", "--block-size", 128,
         "--prefix-index", "radix", "--concurrency", 2, "--decode-rate", 4)  # fmt: skip
     result = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ def test_policy_index_block_size_and_service_are_those_asked_for(capsys, chat):
     assert json.loads(capsys.readouterr().out)["hit_rate"] == 0
 
 
-def test_a_table_for_people(capsys, chat):
+def test_without_json_it_prints_a_table(capsys, chat):
     run(chat, "--blocks", 4)
     out = capsys.readouterr().out
     for text in ("chat, 3 requests", "4 blocks of 512 tokens, lru", "28.6%", "evictions"):
@@ -93,8 +93,8 @@ def test_plots(capsys, request, tmp_path, trace, service, suffix):
         (["--blocks", "4", "--block-size", "-1"], "block_size=-1"),
         (["--blocks", "4", "--concurrency", "0"], "concurrency=0 must be positive"),
         (["--blocks", "4", "--concurrency", "1", "--decode-rate", "0"], "decode_tokens_per_s=0.0"),
-        (["--blocks", "4", "--plot", "out.gif"], "not a .png, .pdf, .svg file"),
-        (["--blocks", "4", "--plot", "/nowhere/out.png"], "in an existing folder"),
+        (["--blocks", "4", "--plot", "out.gif"], "end in one of .png, .pdf, .svg"),
+        (["--blocks", "4", "--plot", "/nowhere/out.png"], "must be in an existing folder"),
     ],
 )
 def test_bad_settings(capsys, chat, args, message):

@@ -23,7 +23,7 @@ CONFIG = LlamaConfig(
 
 
 def run(capsys, *args):
-    """The command as its command line would run it: what it printed, or its error."""
+    """Runs the command as the command line does; returns its output or raises its error."""
     parser = argparse.ArgumentParser()
     size.add_options(parser)
     asked = parser.parse_args(list(map(str, args)))
@@ -63,7 +63,7 @@ def write_gguf(path):
     return path
 
 
-# -- what it says ----------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------
 
 
 def test_json_is_one_object_with_the_numbers_of_the_library(capsys):
@@ -140,7 +140,7 @@ def test_shape_of_an_orbax_folder_without_its_weights(capsys, tmp_path):
     save_orbax(tmp_path, Llama(CONFIG, rngs=nnx.Rngs(0)))
     for file in (tmp_path / "params").rglob("*"):
         if file.is_file():
-            file.write_bytes(b"")  # nothing there to be read
+            file.write_bytes(b"")  # no weights to read
     out = run_json(capsys, tmp_path, "--memory", "1MiB", "--max-len", 64)
     assert (out["num_layers"], out["num_kv_heads"], out["head_dim"]) == (2, 3, 8)
 
@@ -166,8 +166,8 @@ def test_sizes_of_memory(text, size_bytes):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "no model; give MODEL, or --layers, --kv-heads, --head-dim too"),
-        (["--layers", "3", "--head-dim", "8"], "no model; give MODEL, or --kv-heads too"),
+        ([], "no model; give MODEL, or add --layers, --kv-heads, --head-dim"),
+        (["--layers", "3", "--head-dim", "8"], "no model; give MODEL, or add --kv-heads"),
         (["/nowhere/model"], "no such file or folder: /nowhere/model"),
         (["/nowhere/model", "--layers", "3"], "not both"),
         ([*LLAMA2_7B, "--kv-heads", "0"], "num_kv_heads=0 must be a positive integer"),
@@ -196,11 +196,11 @@ def test_bad_input_names_what_is_wrong(capsys, args, message):
     [
         ("", "holds no lengths"),
         ("\n \n", "holds no lengths"),
-        ("5\nmany\n", "line 2: 'many' is not a whole number"),
-        ("5\n7.5\n", "line 2: '7.5' is not a whole number"),
-        ("0\n", "line 1: '0' is not a whole number of tokens, 1 or more"),
-        ("5\n-3\n", "line 2: '-3'"),
-        ("9" * 5000, "line 1: '9999"),
+        ("5\nmany\n", "line 2: length must be a positive integer, got 'many'"),
+        ("5\n7.5\n", "line 2: length must be a positive integer, got '7.5'"),
+        ("0\n", "line 1: length must be a positive integer, got '0'"),
+        ("5\n-3\n", "line 2: length must be a positive integer, got '-3'"),
+        ("9" * 5000, "line 1: length must be a positive integer, got '9999"),
         (b"\xff\xfe\x00", "line 1: "),
     ],
 )
@@ -218,7 +218,7 @@ def test_missing_lengths_file(capsys):
         run(capsys, *LLAMA2_7B, "--memory", "1GiB", "--lengths-file", "/nowhere/lengths.txt")
 
 
-def test_a_model_of_another_kind_says_how_to_size_it(capsys, hf_folder):
+def test_the_error_of_an_unsupported_model_says_how_to_size_it(capsys, hf_folder):
     config = CONFIG.to_hf() | {"model_type": "mamba"}
     (hf_folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(JaxkvError, match=r"model_type='mamba' is not supported.*give --layers"):

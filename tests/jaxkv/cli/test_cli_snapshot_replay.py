@@ -18,7 +18,7 @@ def run(capsys, *args):
 
 @pytest.fixture
 def files(tmp_path):
-    """Snapshots before, during and after a life with a leak, and the log of the life."""
+    """Snapshots before, during and after operations that leak a block, and their log."""
     manager = BlockManager(9, 4, max_seqs=2, max_blocks_per_seq=4, clock=lambda: 1.0)
     with open(tmp_path / "log", "w") as log:
         listener = record(manager, log)
@@ -73,7 +73,7 @@ def test_a_log_that_replays(capsys, files):
     }  # fmt: skip
 
 
-def test_a_log_that_does_not(capsys, files):
+def test_a_log_that_differs(capsys, files):
     log = files / "log"
     log.write_text(log.read_text().replace('"num_cached_tokens": 0}', '"num_cached_tokens": 8}'))
     status, out, _ = run(capsys, "replay", log)
@@ -87,7 +87,7 @@ def test_a_log_that_does_not(capsys, files):
     assert difference["got"]["result"]["num_cached_tokens"] == 0
 
 
-def test_a_log_cut_off_is_noted(capsys, files):
+def test_an_incomplete_log_is_noted(capsys, files):
     log = files / "log"
     log.write_text(log.read_text()[:-20])
     status, out, _ = run(capsys, "replay", log)
