@@ -1,8 +1,8 @@
-"""A manager's life as a log, and the log run again: what went wrong at a user's happens here too.
+"""Log of a block manager's operations, and its replay: reproduces a failure on another machine.
 
 The log is JSON lines: a header with the format and the manager's configuration, then every event.
-The manager is deterministic but for its clock, and each operation carries the time it saw, so the
-replay makes the same choices, block for block. Host code: imports no JAX.
+The manager is deterministic except for its clock, and each operation carries the time it read, so
+the replay makes the same choices, block for block. Host code: imports no JAX.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ FORMAT, VERSION = "jaxkv event log", 1
 
 
 class ReplayError(JaxkvError, ValueError):
-    """A log that cannot be written or read; the message names the line, if there is one."""
+    """A log that cannot be written or read. The message names the line, if there is one."""
 
 
 def record(manager: BlockManager, file: IO[str]) -> Listener:
-    """Writes a manager's life to a file, from its first operation on.
+    """Writes a manager's operations and events to a file, from its first operation on.
 
     Args:
-      manager: one that has not been used, with the default hash function.
-      file: for text. Lines that are not flushed are lost when the process is killed; `replay` puts
-        up with half a line at the end.
+      manager: manager that has not been used yet, with the default hash function.
+      file: text file open for writing. Lines that are not flushed are lost when the process is
+        killed; `replay` accepts an incomplete last line.
 
     Returns:
-      The listener; `manager.unsubscribe` it to stop.
+      The listener. `manager.unsubscribe(listener)` stops the recording.
 
     Raises:
-      ReplayError: the manager has been used: its blocks are not where a new one's are. Also, from
-        an operation of the manager: an argument that JSON would not give back, such as a sequence
-        id that is neither str nor int. That operation took effect, and recording has stopped.
+      ReplayError: the manager has been used, so its blocks are not where those of a new one are.
+        An operation of the manager raises it too, for an argument that JSON does not preserve,
+        such as a sequence id that is neither str nor int. That operation took effect, and
+        recording has stopped.
 
     Example:
       >>> import io
@@ -56,7 +57,7 @@ def record(manager: BlockManager, file: IO[str]) -> Listener:
       2 operations, 4 events: all as logged
     """
     if manager.stats().peak_active:
-        raise ReplayError("record a manager from its start: this one has been used")
+        raise ReplayError("the manager has been used; start recording before its first operation")
     header = {"format": FORMAT, "version": VERSION, "config": manager.to_dict()}
     print(json.dumps(header), file=file)
 
@@ -64,7 +65,7 @@ def record(manager: BlockManager, file: IO[str]) -> Listener:
         try:
             _require_plain(event)
         except ReplayError:
-            manager.unsubscribe(listener)  # a log with a gap cannot be run again
+            manager.unsubscribe(listener)  # a log with a gap cannot be replayed
             raise
         print(event.to_json(), file=file)
 
@@ -74,14 +75,14 @@ def record(manager: BlockManager, file: IO[str]) -> Listener:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where a replay went another way.
+    """The first difference between a log and its replay.
 
     Attributes:
-      line: of the log, the header being line 1.
-      operation: the call, readable.
+      line: line number in the log, the header being line 1.
+      operation: the call, in readable form.
       what: "result", or the kind of the event that differs.
-      expected: what the log says.
-      got: what the manager did.
+      expected: value in the log.
+      got: value in the replay.
     """
 
     line: int
@@ -99,13 +100,13 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class ReplayReport:
-    """What a replay found.
+    """Result of a replay.
 
     Attributes:
-      operations: operations run again.
-      events: events compared, the operations included.
-      difference: the first difference, where the replay stopped; None: all as logged.
-      note: what else to know, for example that the log ends in half a line.
+      operations: number of operations replayed.
+      events: number of events compared, the operations included.
+      difference: the first difference, where the replay stopped; None if there is none.
+      note: remark on the log, for example that its last line is incomplete; or None.
     """
 
     operations: int
@@ -114,7 +115,7 @@ class ReplayReport:
     note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """The report as plain data."""
         return dataclasses.asdict(self) | {"same": self.difference is None}
 
     def __str__(self) -> str:
@@ -124,15 +125,15 @@ class ReplayReport:
 
 
 def replay(log: str | Path | IO[str], progress: bool = False) -> ReplayReport:
-    """Runs a log's operations on a new manager and compares everything it does with the log.
+    """Runs a log's operations on a new manager and compares results and events with the log.
 
     Args:
-      log: what `record` wrote: a path, or a text file open for reading.
-      progress: show a bar on standard error (for a path).
+      log: log that `record` wrote: a path, or a text file open for reading.
+      progress: show a progress bar on standard error (for a path).
 
     Raises:
-      ReplayError: no log of this format, a line that is no event, or an operation there is not.
-      ConfigError: the header's configuration cannot be honoured.
+      ReplayError: not a log of this format, a line that is not an event, or an unknown operation.
+      ConfigError: the configuration in the header is not valid.
       OSError: the file cannot be read.
     """
     if not isinstance(log, str | Path):
@@ -154,7 +155,7 @@ def replay(log: str | Path | IO[str], progress: bool = False) -> ReplayReport:
 
 
 class _Replayer:
-    """A new manager, its clock set by the log, and what it emits."""
+    """A new manager whose clock follows the log, and the events it emits."""
 
     def __init__(self, config: Mapping[str, Any]):
         self._now = 0.0
@@ -162,20 +163,20 @@ class _Replayer:
         try:
             self._manager = BlockManager(**config, clock=lambda: self._now)
         except TypeError as error:
-            raise ReplayError(f"line 1: the configuration does not fit: {error}") from None
+            raise ReplayError(f"line 1: BlockManager rejects the configuration: {error}") from None
         self._manager.subscribe(lambda event: self._emitted.append(json.loads(event.to_json())))
 
     def run(self, operation: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """Runs an operation; the events it emitted, the last of which is its own."""
+        """Runs an operation and returns the events it emitted, its own last."""
         name, arguments = operation["detail"]["name"], operation["detail"]["arguments"]
         if not hasattr(getattr(BlockManager, name, None), "__wrapped__"):  # by @operation
-            raise ReplayError(f"{where}: there is no operation {name!r}")
+            raise ReplayError(f"{where}: unknown operation {name!r}")
         self._now = operation["time"]
         self._emitted.clear()
         try:
             getattr(self._manager, name)(**arguments)
         except Exception as error:
-            if not self._emitted:  # refused before it was an operation: the arguments do not fit
+            if not self._emitted:  # rejected before the operation began: bad arguments
                 raise ReplayError(f"{where}: {_call(name, arguments)}: {error}") from None
         return self._emitted
 
@@ -190,8 +191,10 @@ def _replay(lines: Iterable[str]) -> ReplayReport:
             entry = json.loads(line)
         except ValueError:
             if number == 1 or line.endswith("\n"):
-                raise ReplayError(f"line {number} is no JSON: {line.strip()[:60]!r}") from None
-            note = f"line {number}, the last, is cut off: whoever wrote it was stopped"
+                raise ReplayError(
+                    f"line {number} is not valid JSON: {line.strip()[:60]!r}"
+                ) from None
+            note = f"line {number}, the last, is incomplete: its writer was stopped"
             break
         if replayer is None:
             replayer = _Replayer(_config(entry))
@@ -207,7 +210,7 @@ def _replay(lines: Iterable[str]) -> ReplayReport:
     if replayer is None:
         raise ReplayError("the log is empty")
     if group and note is None:
-        note = f"the log ends within an operation: {len(group)} events after the last whole one"
+        note = f"the log ends within an operation: {len(group)} events after the last complete one"
     return ReplayReport(operations, events, note=note)
 
 
@@ -216,7 +219,8 @@ def _config(header: Any) -> dict[str, Any]:
         raise ReplayError(f"line 1 is not the header of a {FORMAT}")
     if header.get("version") != VERSION:
         raise ReplayError(
-            f"line 1: the log has version {header.get('version')!r}, this release reads {VERSION}"
+            f"line 1: the log has version {header.get('version')!r}; this release reads version "
+            f"{VERSION}"
         )
     if not isinstance(header.get("config"), dict):
         raise ReplayError("line 1: the header has no configuration")
@@ -225,7 +229,7 @@ def _config(header: Any) -> dict[str, Any]:
 
 def _checked(entry: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry, dict) or entry.keys() != {f.name for f in dataclasses.fields(Event)}:
-        raise ReplayError(f"{where} is no event: {str(entry)[:60]}")
+        raise ReplayError(f"{where} is not an event: {str(entry)[:60]}")
     if entry["kind"] == OPERATION:
         detail = entry["detail"]
         if not isinstance(detail, dict) or not isinstance(detail.get("arguments"), dict):
@@ -238,14 +242,14 @@ def _checked(entry: Any, where: str) -> dict[str, Any]:
 def _compare(
     logged: list[tuple[int, dict[str, Any]]], got: list[dict[str, Any]]
 ) -> Difference | None:
-    """The first difference in what an operation did. Its result first: it says most."""
+    """The first difference of an operation. The result is compared first: it says most."""
     line, operation = logged[-1]
     detail = operation["detail"]
     call = _call(detail["name"], detail["arguments"])
     expected, actual = _outcome(detail), _outcome(got[-1]["detail"])
     if expected != actual:
         return Difference(line, call, "result", expected, actual)
-    # Both end with the operation and have no other, so that a missing event shows as well.
+    # Both lists end with their only operation event, so that a missing event shows as well.
     for (line, entry), actual in zip(logged, got, strict=False):
         if _timeless(entry) != _timeless(actual):
             return Difference(line, call, f"event {entry['kind']!r}", entry, actual)
@@ -253,7 +257,7 @@ def _compare(
 
 
 def _timeless(event: dict[str, Any]) -> dict[str, Any]:
-    """Without the times, which may be read a little later within the same operation."""
+    """The event without times, which may be read a little later within the same operation."""
     detail = {name: x for name, x in event["detail"].items() if name not in ("age", "idle")}
     return event | {"time": None, "detail": detail}
 
@@ -268,17 +272,20 @@ def _call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _require_plain(event: Event) -> None:
-    """Refuses what JSON does not give back as it was; a tuple may come back as a list."""
+    """Rejects arguments that JSON does not preserve; a tuple may come back as a list."""
     arguments = event.detail["arguments"] if event.kind == OPERATION else {}
     ids = [event.seq, *(arguments.get(name) for name in ("seq_id", "parent_id", "child_id"))]
     for seq in (*ids, *arguments.get("seq_ids", ())):
         if seq is not None and type(seq) not in (str, int):
             raise ReplayError(
-                f"a log keeps sequence ids that are str or int, not {type(seq).__name__}: {seq!r}"
+                f"sequence ids in a log must be str or int, got {type(seq).__name__}: {seq!r}"
             )
     for name, value in arguments.items():
         if not _is_plain(value):
-            raise ReplayError(f"a log cannot keep {name}={value!r} of {event.detail['name']}")
+            raise ReplayError(
+                f"a log cannot hold {name}={value!r} of {event.detail['name']}: JSON does not "
+                "preserve it"
+            )
 
 
 def _is_plain(value: Any) -> bool:

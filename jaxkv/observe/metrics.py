@@ -1,8 +1,9 @@
-"""Counters, gauges and histograms of a block manager, kept from its events.
+"""Counters, gauges and histograms of a block manager, computed from its events.
 
-For programs (`Metrics.to_dict`) and for Prometheus (`Metrics.prometheus`). An event costs time in
-proportion to the blocks that it names; memory is 8 bytes a block and 1000 requests. Host code:
-imports no JAX. Like the manager, of the thread that runs the step loop.
+Available as a dict (`Metrics.to_dict`) and for Prometheus (`Metrics.prometheus`). The time per
+event is proportional to the number of its blocks; memory is 8 bytes per block and two counts for
+each of the last 1000 requests. Host code: imports no JAX. Like the manager, for use in the thread
+that runs the step loop.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from jaxkv.manager import events
 from jaxkv.manager.block_manager import BlockManager
 from jaxkv.manager.events import Event
 
-RECENT_REQUESTS = 1000  # over which the recent hit rate goes
+RECENT_REQUESTS = 1000  # window of the recent hit rate
 # 1 ms to 14 h in steps of 1, 2, 5: from a block reused within a step to one kept over night.
 SECONDS_BUCKETS = tuple(m * 10.0**e for e in range(-3, 5) for m in (1, 2, 5))
 
-_FAMILIES = {  # key of `to_dict`: kind and help in the exposition
+_FAMILIES = {  # key of `to_dict`: kind and help text of the exposition
     "kv_cache_usage": (
         "gauge",
         "Share of the usable blocks: active (a sequence references them), cached (only a prefix "
@@ -33,7 +34,7 @@ _FAMILIES = {  # key of `to_dict`: kind and help in the exposition
     "pinned_blocks": ("gauge", "Blocks that a pin keeps from eviction."),
     "internal_fragmentation_slots": (
         "gauge",
-        "Slots allocated to sequences minus slots used; a shared block counts for each of them.",
+        "Slots allocated to sequences minus slots used; a shared block counts once per sequence.",
     ),
     "sequences": ("gauge", "Live sequences."),
     "requests": ("counter", "Sequences that were allocated."),
@@ -45,26 +46,26 @@ _FAMILIES = {  # key of `to_dict`: kind and help in the exposition
         "gauge",
         f"Tokens found per token looked up, over the last {RECENT_REQUESTS} requests.",
     ),
-    "block_allocations": ("counter", "Blocks given to new sequences, hits not counted."),
-    "block_evictions": ("counter", "Cached blocks that made room for others."),
+    "block_allocations": ("counter", "Blocks allocated to new sequences, hits not counted."),
+    "block_evictions": ("counter", "Cached blocks evicted to make room for others."),
     "block_copies": ("counter", "Blocks copied on write."),
-    "block_lifetime_seconds": ("histogram", "From when a block was stored until its eviction."),
+    "block_lifetime_seconds": ("histogram", "Time from storing a block to its eviction."),
     "block_idle_before_evict_seconds": (
         "histogram",
-        "From the last use of a block until its eviction.",
+        "Time from the last use of a block to its eviction.",
     ),
     "block_reuse_gap_seconds": (
         "histogram",
-        "From the last use of a cached block (stored, hit or released) until the next hit.",
+        "Time from the last use of a cached block (stored, hit or released) to its next hit.",
     ),
 }
 
 
 class Histogram:
-    """Counts of values by fixed bounds; a value on a bound belongs to the bucket below it.
+    """Counts of values between fixed bounds; a value on a bound is in the bucket below it.
 
     Args:
-      bounds: increasing upper bounds; a last bucket takes what lies above them.
+      bounds: increasing upper bounds; a last bucket takes the values above them.
 
     Example:
       >>> histogram = Histogram((1.0, 10.0))
@@ -85,7 +86,7 @@ class Histogram:
         self._sum += float(values.sum())
 
     def to_dict(self) -> dict[str, Any]:
-        """Cumulative counts by upper bound, the sum of the values and how many there were."""
+        """Cumulative counts by upper bound, the sum of the values and their number."""
         cumulative = self._counts.cumsum().tolist()
         bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         return {
@@ -96,12 +97,12 @@ class Histogram:
 
 
 class Metrics:
-    """What a manager did since this object was made, and how its blocks are used now.
+    """Counts of a manager's events since this object was created, and its present block usage.
 
-    A request counts once: when `allocate` succeeds, not when it is refused and tried again.
+    A request counts once: when `allocate` succeeds, not for attempts that fail.
 
     Args:
-      manager: to listen to, until `close`.
+      manager: manager whose events are counted, until `close`.
 
     Example:
       >>> from jaxkv import BlockManager
@@ -143,7 +144,7 @@ class Metrics:
         manager.subscribe(self._on_event)
 
     def close(self) -> None:
-        """Stops listening. The counts stay readable."""
+        """Unsubscribes from the manager. The counts stay readable."""
         self._manager.unsubscribe(self._on_event)
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,20 +169,20 @@ class Metrics:
         return {name: values[name] for name in _FAMILIES}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """All values in Prometheus' text exposition format 0.0.4, names starting with `jaxkv_`.
+        """All values in Prometheus's text exposition format 0.0.4, with the prefix `jaxkv_`.
 
         Args:
-          labels: added to every sample, for example the model's name.
+          labels: labels to add to every sample, for example the model's name.
 
         Raises:
-          ConfigError: a label's name is none that Prometheus allows, or is taken.
+          ConfigError: a label name that Prometheus does not allow, or that is reserved.
         """
         fixed = dict(labels or {})
         for name in fixed:
             if name in ("le", "state") or not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name):
                 raise ConfigError(
-                    f"{name!r} cannot be a label: letters, digits and _ only, no digit first, no "
-                    "__ in front, and neither 'le' nor 'state'"
+                    "label names must consist of letters, digits and _, not start with a digit or "
+                    f"__, and not be 'le' or 'state'; got {name!r}"
                 )
         lines: list[str] = []
         for name, value in self.to_dict().items():
@@ -199,7 +200,7 @@ class Metrics:
                 lines.append(_sample(name, fixed, value))
         return "\n".join(lines) + "\n"
 
-    # -- listening ---------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
         if handler := self._handlers.get(event.kind):
@@ -210,7 +211,7 @@ class Metrics:
 
     def _on_hit(self, event: Event) -> None:
         gaps = event.time - self._last_use[list(event.blocks)]
-        self._reuse_gap.observe(gaps[~np.isnan(gaps)])  # NaN: last used before this object was made
+        self._reuse_gap.observe(gaps[~np.isnan(gaps)])  # NaN: last used before `subscribe`
         self._used(event)
 
     def _on_allocate(self, event: Event) -> None:

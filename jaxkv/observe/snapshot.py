@@ -1,6 +1,6 @@
-"""The blocks of a pool at one moment: taken, kept as CSV, compared.
+"""Snapshots of a pool's blocks: taken from a manager, stored as CSV, compared.
 
-For questions about two moments: which blocks did nobody give back, what came, went and moved. Host
+A comparison lists the blocks that leaked, appeared, vanished or moved between two moments. Host
 code: imports no JAX.
 """
 
@@ -24,7 +24,7 @@ _COLUMNS = ("block", "ref_count", "last_access", "access_count", "hash", "sequen
 
 
 class SnapshotError(JaxkvError, ValueError):
-    """A file that holds no snapshot; the message names the file, the line and the column."""
+    """A snapshot that cannot be written, read or compared. For a file, names line and column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Snapshot:
     Attributes:
       blocks: one entry per block.
       stats: counts by use; None in a snapshot from a file, which holds the blocks only.
-      config: the manager's constructor arguments; None likewise.
+      config: the manager's constructor arguments; None in a snapshot from a file.
 
     Example:
       >>> import tempfile
@@ -55,19 +55,21 @@ class Snapshot:
     config: Mapping[str, Any] | None = None
 
     def write_csv(self, path: str | Path) -> None:
-        """One line per block. Seconds of the manager's clock (empty: never used), the hash in hex
-        (empty: none), the sequences as a JSON list.
+        """Writes one line per block.
+
+        Times are in seconds of the manager's clock (empty: never used), the hash is in hex (empty:
+        none), the sequences are a JSON list.
 
         Raises:
-          SnapshotError: a sequence's id is neither str nor int, which JSON would not keep.
+          SnapshotError: a sequence id is neither str nor int, which JSON does not preserve.
         """
         rows = []
         for info in self.blocks:
             for seq in info.sequences:
                 if type(seq) not in (str, int):
                     raise SnapshotError(
-                        f"block {info.block}: a snapshot file keeps sequence ids that are str or "
-                        f"int, not {type(seq).__name__}: {seq!r}"
+                        f"block {info.block}: sequence ids in a snapshot file must be str or int, "
+                        f"got {type(seq).__name__}: {seq!r}"
                     )
             row = {name: getattr(info, name) for name in _COLUMNS}
             rows.append(row | {"sequences": json.dumps(list(info.sequences))})
@@ -78,10 +80,10 @@ class Snapshot:
 
     @classmethod
     def read_csv(cls, path: str | Path) -> Self:
-        """What `write_csv` wrote; further columns are ignored.
+        """Reads a snapshot that `write_csv` wrote; further columns are ignored.
 
         Raises:
-          SnapshotError: no snapshot, a cell that cannot be read, or a block given twice.
+          SnapshotError: not a snapshot, a cell that cannot be read, or a block listed twice.
           OSError: the file cannot be read.
         """
         with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
@@ -89,16 +91,16 @@ class Snapshot:
             try:
                 missing = set(_COLUMNS) - set(reader.fieldnames or ())
                 if missing:
-                    raise SnapshotError(f"{path} is no snapshot: no column {min(missing)!r}")
+                    raise SnapshotError(f"{path} is not a snapshot: no column {min(missing)!r}")
                 blocks = [_read_row(row, f"{path}: line {reader.line_num}") for row in reader]
             except csv.Error as error:
                 raise SnapshotError(f"{path}: line {reader.line_num}: {error}") from None
         if len(keys := {(i.tier, i.block) for i in blocks}) < len(blocks):
-            raise SnapshotError(f"{path}: {len(blocks) - len(keys)} blocks are given twice")
+            raise SnapshotError(f"{path}: {len(blocks) - len(keys)} blocks are listed twice")
         return cls(tuple(blocks))
 
     def table(self, title: str | None = None) -> Table:
-        """For people: the blocks that hold something."""
+        """A table of the blocks in use."""
         table = Table(title=title)
         for column in _COLUMNS:
             table.add_column(column.replace("_", " "))
@@ -113,21 +115,21 @@ class Snapshot:
 
 
 def take_snapshot(manager: BlockManager) -> Snapshot:
-    """The manager's blocks, stats and configuration now."""
+    """Takes a snapshot of the manager's blocks, stats and configuration."""
     return Snapshot(tuple(manager.blocks()), manager.stats(), manager.to_dict())
 
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotDiff:
-    """What differs between two snapshots. A block is in use if it is referenced or findable.
+    """Differences between two snapshots. A block is in use if referenced or visible to lookups.
 
     Attributes:
-      leaked: blocks of the second with more references than sequences that name them: nobody is
-        left to give those back.
-      appeared: blocks of the second whose content was not in use in the first.
-      vanished: blocks of the first whose content is not in use in the second.
-      moved: (before, after) of a content, told by its hash, that is in another block now.
-      ref_changes: (before, after) of blocks that stayed, with another reference count.
+      leaked: blocks of the second snapshot with more references than sequences that hold them, so
+        that no sequence will release the rest.
+      appeared: blocks of the second snapshot whose content was not in use in the first.
+      vanished: blocks of the first snapshot whose content is not in use in the second.
+      moved: (before, after) pairs of a content, identified by its hash, that changed its block.
+      ref_changes: (before, after) pairs of blocks that stayed but changed their reference count.
     """
 
     leaked: tuple[BlockInfo, ...]
@@ -137,7 +139,7 @@ class SnapshotDiff:
     ref_changes: tuple[tuple[BlockInfo, BlockInfo], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; pairs as {"before", "after"}."""
+        """The differences as plain data; pairs as {"before", "after"}."""
 
         def pairs(changes: Iterable[tuple[BlockInfo, BlockInfo]]) -> list[dict[str, Any]]:
             return [{"before": _plain(a), "after": _plain(b)} for a, b in changes]
@@ -151,7 +153,7 @@ class SnapshotDiff:
         }
 
     def table(self) -> Table:
-        """For people: one line per difference, the leaks first."""
+        """A table with one line per difference, the leaks first."""
         table = Table("what", "block", "refs", "hash", "sequences")
         for info in self.leaked:
             table.add_row("leaked", *_cells(info), style="bold red")
@@ -166,16 +168,17 @@ class SnapshotDiff:
 
 
 def diff(a: Snapshot, b: Snapshot) -> SnapshotDiff:
-    """What differs in `b`, the later one, from `a`.
+    """Compares two snapshots, of which `b` is the later one.
 
     Raises:
-      SnapshotError: they are known to be of pools of different shape.
+      SnapshotError: their configurations are known and describe pools of different shape.
     """
     if a.config is not None and b.config is not None:
         for name in ("num_blocks", "block_size"):
             if a.config[name] != b.config[name]:
                 raise SnapshotError(
-                    f"snapshots of different pools: {name} {a.config[name]} and {b.config[name]}"
+                    f"cannot compare snapshots of different pools: {name} is {a.config[name]} and "
+                    f"{b.config[name]}"
                 )
     before = {(info.tier, info.block): info for info in a.blocks if _in_use(info)}
     after = {(info.tier, info.block): info for info in b.blocks if _in_use(info)}
@@ -209,7 +212,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> BlockInfo:
             return read(row[name])
         except (ValueError, TypeError):  # TypeError: the line ends before this column
             shown = repr(row[name])[:60]
-            raise SnapshotError(f"{where}: column {name!r} is {shown}") from None
+            raise SnapshotError(f"{where}: column {name!r} cannot be {shown}") from None
 
     return BlockInfo(
         block=cell("block", int),
@@ -250,7 +253,7 @@ def _cells(info: BlockInfo) -> tuple[str, ...]:
 
 
 def _names(sequences: Sequence[Hashable]) -> str:
-    """At most four by name: one block of a system prompt may have hundreds."""
+    """At most four sequences by name: a block of a system prompt may have hundreds."""
     rest = f" and {len(sequences) - 4} more" if len(sequences) > 4 else ""
     return escape(", ".join(repr(seq) for seq in sequences[:4]) + rest)
 

@@ -92,7 +92,7 @@ def test_an_incomplete_log_is_noted(capsys, files):
     log.write_text(log.read_text()[:-20])
     status, out, _ = run(capsys, "replay", log)
     assert status == 0
-    assert "note: line 6, the last, is cut off" in out
+    assert "note: line 6, the last, is incomplete" in out
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_an_incomplete_log_is_noted(capsys, files):
     [
         (["replay", "none"], "No such file"),
         (["replay", "."], "Is a directory"),
-        (["replay", "before.csv"], "line 1 is no JSON"),
+        (["replay", "before.csv"], "line 1 is not valid JSON"),
         (["snapshot", "diff", "none", "before.csv"], "No such file"),
-        (["snapshot", "diff", "before.csv", "log"], "is no snapshot"),
+        (["snapshot", "diff", "before.csv", "log"], "is not a snapshot"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, files, monkeypatch, args, message):

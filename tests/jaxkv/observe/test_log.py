@@ -1,4 +1,4 @@
-"""A log run again does the same; what was changed in it is found, what is no log refused."""
+"""Logs replay without a difference; a changed log differs, and other files are rejected."""
 
 import contextlib
 import functools
@@ -36,20 +36,20 @@ def text(*entries, end="\n"):
     ("log", "message"),
     [
         ("", "the log is empty"),
-        ("\n", "line 1 is no JSON"),
-        ("{", "line 1 is no JSON"),
+        ("\n", "line 1 is not valid JSON"),
+        ("{", "line 1 is not valid JSON"),
         (text([1]), "line 1 is not the header"),
         (text({"kind": "free"}), "line 1 is not the header"),
-        (text(header(version=2)), "version 2, this release reads 1"),
+        (text(header(version=2)), "version 2; this release reads version 1"),
         (text(header(config=None)), "no configuration"),
-        (text(header(config={"num_blocks": 5})), "line 1: the configuration does not fit"),
+        (text(header(config={"num_blocks": 5})), "line 1: BlockManager rejects the configuration"),
         (text(header(config=CONFIG | {"shape": 1})), "line 1: .*shape"),
-        (text(header(), '{"kind": "fr', operation("take_plan", {})), "line 2 is no JSON"),
-        (text(header(), "[]"), "line 2 is no event"),
-        (text(header(), {"kind": "free"}), "line 2 is no event"),
-        (text(header(), operation("explode", {})), "line 2: there is no operation 'explode'"),
-        (text(header(), operation("to_dict", {})), "no operation 'to_dict'"),
-        (text(header(), operation("__init__", {})), "no operation '__init__'"),
+        (text(header(), '{"kind": "fr', operation("take_plan", {})), "line 2 is not valid JSON"),
+        (text(header(), "[]"), "line 2 is not an event"),
+        (text(header(), {"kind": "free"}), "line 2 is not an event"),
+        (text(header(), operation("explode", {})), "line 2: unknown operation 'explode'"),
+        (text(header(), operation("to_dict", {})), "unknown operation 'to_dict'"),
+        (text(header(), operation("__init__", {})), "unknown operation '__init__'"),
         (text(header(), operation("free", {"who": 1})), r"line 2: free\(who=1\): .*argument"),
         (text(header(), operation("free", [1])), "line 2 is an operation without arguments"),
         (text(header(), operation(7, {})), "line 2 is an operation without a name"),
@@ -62,15 +62,15 @@ def test_bad_logs_are_one_clear_error(log, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_configuration_that_cannot_be_honoured():
+def test_an_invalid_configuration():
     with pytest.raises(ConfigError, match="num_blocks=1"):
         replay(io.StringIO(text(header(config=CONFIG | {"num_blocks": 1}))))
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_bytes_that_are_not_text(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(text(header()).encode() + b"\xff\xfe\n{}\n")
-    with pytest.raises(ReplayError, match="line 2 is no JSON"):
+    with pytest.raises(ReplayError, match="line 2 is not valid JSON"):
         replay(path)
 
 
@@ -86,8 +86,8 @@ class Clock:
         return self.now
 
 
-def live(manager, rng, steps):
-    """A random life that uses every operation and runs into refusals."""
+def run_random(manager, rng, steps):
+    """Random operations: every kind, with failing ones among them."""
     seqs = []
     for i in range(steps):
         choice = rng.integers(14)
@@ -129,11 +129,11 @@ def live(manager, rng, steps):
 
 @functools.cache
 def recorded(seed=0, steps=400, **options):
-    """The log of a random life."""
+    """The log of random operations."""
     options = dict(num_blocks=13, block_size=4, max_seqs=4, max_blocks_per_seq=8) | options
     manager, log = BlockManager(**options, clock=Clock()), io.StringIO()
     record(manager, log)
-    live(manager, np.random.default_rng(seed), steps)
+    run_random(manager, np.random.default_rng(seed), steps)
     return log.getvalue()
 
 
@@ -147,7 +147,7 @@ def lines_of(log, name=None, kind=events.OPERATION):
 
 @pytest.mark.parametrize("prefix_index", ["hash", "radix", None])
 @pytest.mark.parametrize("eviction", ["lru", "decayed"])
-def test_a_random_life_replays_as_it_was(prefix_index, eviction):
+def test_random_operations_replay_without_a_difference(prefix_index, eviction):
     log = recorded(prefix_index=prefix_index, eviction=eviction)
     report = replay(io.StringIO(log))
     assert report.difference is None, report
@@ -175,7 +175,7 @@ def test_every_option_is_in_the_header(options):
     assert report.difference is None, report
 
 
-def test_ids_of_both_kinds_stay_apart():
+def test_str_and_int_ids_stay_apart():
     manager, log = BlockManager(**CONFIG, clock=Clock()), io.StringIO()
     record(manager, log)
     manager.allocate("7", [1])
@@ -191,7 +191,7 @@ def test_ids_of_both_kinds_stay_apart():
 
 
 @pytest.mark.parametrize("seq", [("a", 1), 1.5, True, np.int64(3), b"x", frozenset()])
-def test_other_ids_are_refused_and_recording_stops(seq):
+def test_other_ids_are_rejected_and_recording_stops(seq):
     manager, log = BlockManager(**CONFIG), io.StringIO()
     record(manager, log)
     manager.allocate("a", [1])
@@ -204,22 +204,22 @@ def test_other_ids_are_refused_and_recording_stops(seq):
 
 
 @pytest.mark.parametrize("namespace", [b"salt", {1: "x"}, {"a": (b"x",)}])
-def test_arguments_that_json_would_change_are_refused(namespace):
+def test_arguments_that_json_would_change_are_rejected(namespace):
     manager = BlockManager(**CONFIG)
     record(manager, io.StringIO())
-    with pytest.raises(ReplayError, match="cannot keep namespace="):
+    with pytest.raises(ReplayError, match="cannot hold namespace="):
         manager.allocate("a", [1], namespace=namespace)
 
 
-def test_a_used_manager_is_refused():
+def test_a_used_manager_is_rejected():
     manager = BlockManager(**CONFIG)
     manager.allocate("a", [1])
     manager.free("a")
-    with pytest.raises(ReplayError, match="from its start"):
+    with pytest.raises(ReplayError, match="before its first operation"):
         record(manager, io.StringIO())
 
 
-def test_recording_ends_when_the_listener_goes():
+def test_recording_ends_when_the_listener_is_unsubscribed():
     manager, log = BlockManager(**CONFIG), io.StringIO()
     listener = record(manager, log)
     manager.allocate("a", [1])
@@ -236,7 +236,7 @@ def changed(log, index, change):
     return io.StringIO("\n".join(lines) + "\n")
 
 
-def test_another_result_is_found_at_its_line():
+def test_a_changed_result_is_found_at_its_line():
     log = recorded()
     index, entry = [x for x in lines_of(log, "allocate") if "result" in x[1]["detail"]][5]
     row = entry["detail"]["result"]["row"]
@@ -265,7 +265,7 @@ def test_an_error_that_did_not_happen_is_found():
 
 
 @pytest.mark.parametrize("kind", [events.ALLOCATE, events.EVICT, events.STORED, events.COPY])
-def test_another_choice_of_blocks_is_found_at_its_line(kind):
+def test_changed_blocks_are_found_at_their_line(kind):
     log = recorded()
     index, entry = list(lines_of(log, kind=kind))[-1]
     broken = changed(log, index, lambda e: e.update(blocks=[b % 12 + 1 for b in e["blocks"]]))
@@ -276,7 +276,7 @@ def test_another_choice_of_blocks_is_found_at_its_line(kind):
 
 
 @pytest.mark.parametrize("kind", [events.EVICT, events.FREE])
-def test_an_event_too_few_or_too_many_is_found(kind):
+def test_a_missing_or_duplicate_event_is_found(kind):
     log = recorded()
     lines = log.splitlines()
     index, _ = next(lines_of(log, kind=kind))
@@ -287,7 +287,7 @@ def test_an_event_too_few_or_too_many_is_found(kind):
         assert abs(report.difference.line - index - 1) <= 1
 
 
-def test_half_a_line_at_the_end_is_put_up_with(tmp_path):
+def test_an_incomplete_last_line_is_accepted(tmp_path):
     log = recorded(steps=60)
     last = log.rstrip("\n").rindex("\n") + 1
     path = tmp_path / "log"
@@ -296,7 +296,7 @@ def test_half_a_line_at_the_end_is_put_up_with(tmp_path):
         report = replay(path)
         assert report.difference is None
         assert report.note is not None
-        assert re.search(r"line \d+, the last, is cut off", report.note)
+        assert re.search(r"line \d+, the last, is incomplete", report.note)
         assert "note: line" in str(report)
     path.write_text(log[: len(log) - 1])  # only the end of the line is missing
     assert replay(path) == replay(io.StringIO(log))
@@ -312,15 +312,15 @@ def test_a_log_that_ends_within_an_operation_says_so():
     assert "ends within an operation" in report.note
 
 
-def test_half_a_line_in_the_middle_is_an_error():
+def test_an_incomplete_line_in_the_middle_is_an_error():
     lines = recorded(steps=60).splitlines()
     lines[40] = lines[40][:30]
-    with pytest.raises(ReplayError, match="line 41 is no JSON"):
+    with pytest.raises(ReplayError, match="line 41 is not valid JSON"):
         replay(io.StringIO("\n".join(lines) + "\n"))
 
 
 def test_the_clock_is_the_logged_one():
-    """Pins end when they ended, though the replay takes no time."""
+    """Pins expire at their logged time, although the replay takes no time."""
     clock = Clock()
     manager, log = BlockManager(**CONFIG, clock=clock), io.StringIO()
     record(manager, log)

@@ -1,4 +1,4 @@
-"""Snapshots: kept as CSV without loss, compared by content. Made by hand, then from a manager."""
+"""Snapshots: stored as CSV without loss, compared by content; made by hand and by a manager."""
 
 import csv
 import json
@@ -60,7 +60,7 @@ def test_csv_keeps_everything_but_stats_and_configuration(tmp_path):
 
 
 @pytest.mark.parametrize("seq", [("a", 1), None, 1.5, True, np.int64(3)])
-def test_other_ids_are_refused_before_a_file_is_made(tmp_path, seq):
+def test_other_ids_are_rejected_before_a_file_is_created(tmp_path, seq):
     with pytest.raises(SnapshotError, match=r"block 4: .* str or int"):
         of(info(4, seq)).write_csv(tmp_path / "a.csv")
     assert not list(tmp_path.iterdir())
@@ -72,19 +72,19 @@ HEADER = "block,ref_count,last_access,access_count,hash,sequences,tier\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no snapshot: no column"),
-        ("a,b\n1,2\n", "is no snapshot: no column 'access_count'"),
-        (HEADER + "x,1,,0,,[],device\n", "line 2: column 'block' is 'x'"),
-        (HEADER + "1,1,,0,,[],device\n2,1,,0\n", "line 3: column 'hash' is None"),
-        (HEADER + "1,1,soon,0,,[],device\n", "line 2: column 'last_access' is 'soon'"),
-        (HEADER + "1,1,,0,xy,[],device\n", "line 2: column 'hash' is 'xy'"),
-        (HEADER + "1,1,,0,,a,device\n", "line 2: column 'sequences' is 'a'"),
+        ("", "is not a snapshot: no column"),
+        ("a,b\n1,2\n", "is not a snapshot: no column 'access_count'"),
+        (HEADER + "x,1,,0,,[],device\n", "line 2: column 'block' cannot be 'x'"),
+        (HEADER + "1,1,,0,,[],device\n2,1,,0\n", "line 3: column 'hash' cannot be None"),
+        (HEADER + "1,1,soon,0,,[],device\n", "line 2: column 'last_access' cannot be 'soon'"),
+        (HEADER + "1,1,,0,xy,[],device\n", "line 2: column 'hash' cannot be 'xy'"),
+        (HEADER + "1,1,,0,,a,device\n", "line 2: column 'sequences' cannot be 'a'"),
         (HEADER + "1,1,,0,,[[1]],device\n", "line 2: column 'sequences'"),
         (HEADER + "1,1,,0,,{},device\n", "line 2: column 'sequences'"),
-        (HEADER + "1,1,,0,,[],\n", "line 2: column 'tier' is ''"),
-        (HEADER + "1,1,,0,,[],device\n" * 2, "1 blocks are given twice"),
+        (HEADER + "1,1,,0,,[],\n", "line 2: column 'tier' cannot be ''"),
+        (HEADER + "1,1,,0,,[],device\n" * 2, "1 blocks are listed twice"),
         (HEADER + '1,1,,0,,"' + "x" * 200_000 + '",device\n', "field larger"),
-        ("\x00\xff\xfe" * 9, "is no snapshot"),
+        ("\x00\xff\xfe" * 9, "is not a snapshot"),
     ],
 )
 def test_bad_files_are_one_clear_error(tmp_path, text, message):
@@ -96,13 +96,13 @@ def test_bad_files_are_one_clear_error(tmp_path, text, message):
     assert len(str(error.value)) < 100 + len(str(path))
 
 
-def test_further_columns_and_a_byte_order_mark_do_no_harm(tmp_path):
+def test_further_columns_and_a_byte_order_mark_are_ignored(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("﻿" + HEADER.strip() + ",note\n1,1,,0,,[],device,hello\n", encoding="utf-8")
     assert Snapshot.read_csv(path) == of(info(1, ref_count=1))
 
 
-def test_leaked_blocks_are_referenced_by_nobody_that_lives():
+def test_leaked_blocks_have_more_references_than_sequences():
     a = of(info(1, "a"), info(2, "a", "b"), info(3, "a"), info(4))
     b = of(info(1, ref_count=1), info(2, "b", ref_count=2), info(3), info(4, "c"))
     result = diff(a, b)
@@ -122,13 +122,13 @@ def test_contents_appear_vanish_and_move():
     assert result.leaked == ()
 
 
-def test_a_block_that_got_its_hash_has_stayed():
+def test_a_block_that_got_its_hash_later_has_not_changed():
     result = diff(of(info(1, "a")), of(info(1, "a", hash="aa")))
     assert result == diff(of(), of())
     assert result.table().row_count == 0
 
 
-def test_tiers_number_their_blocks_by_themselves():
+def test_block_numbers_are_per_tier():
     a = of(info(1, hash="aa"), info(1, tier="host"))
     b = of(info(1, "x"), info(1, hash="aa", tier="host"))
     result = diff(a, b)
@@ -146,7 +146,7 @@ def test_the_table_names_every_difference():
     assert "'[red]', 5" in render(a.table("before"))
 
 
-def test_plain_data_of_a_difference():
+def test_a_difference_as_plain_data():
     a, b = of(info(1, "a", hash="aa")), of(info(1), info(2, "a", 3, hash="aa"), info(3, "z"))
     data = diff(a, b).to_dict()
     assert json.loads(json.dumps(data)) == data
@@ -162,7 +162,7 @@ def make(blocks=8, **options):
     return BlockManager(blocks + 1, 4, max_seqs=4, max_blocks_per_seq=8, **options)
 
 
-def test_a_manager_by_snapshots(tmp_path):
+def test_snapshots_of_a_real_manager(tmp_path):
     manager = make(clock=lambda: 5.5)
     empty = take_snapshot(manager)
     assert empty.stats == manager.stats()
@@ -187,23 +187,23 @@ def test_a_manager_by_snapshots(tmp_path):
     assert result.leaked == result.appeared == result.moved == ()
 
 
-def test_a_reference_that_nobody_gives_back_is_a_leak():
+def test_a_reference_that_is_not_released_is_a_leak():
     manager = make()
     before = take_snapshot(manager)
     manager.allocate("a", range(6))
     block = int(manager.block_table("a")[1])
-    manager._pool.ref_counts[block] += 1  # what a wrong caller would have done
+    manager._pool.ref_counts[block] += 1  # as a faulty caller would do
     manager.free("a")
     assert ids(diff(before, take_snapshot(manager)).leaked) == [block]
 
 
-def test_content_that_is_computed_again_elsewhere_has_moved():
+def test_content_recomputed_in_another_block_has_moved():
     manager = make(blocks=4)
     manager.allocate("a", range(5))
     manager.commit("a", 5)
     manager.free("a")
     before = take_snapshot(manager)
-    manager.allocate("b", [50] * 16)  # evicts what "a" left
+    manager.allocate("b", [50] * 16)  # evicts the cached blocks of "a"
     manager.truncate("b", 8)
     manager.allocate("c", range(5))
     manager.commit("c", 5)
@@ -213,6 +213,6 @@ def test_content_that_is_computed_again_elsewhere_has_moved():
     assert x.block != y.block
 
 
-def test_snapshots_of_different_pools_are_refused():
-    with pytest.raises(SnapshotError, match="num_blocks 9 and 5"):
+def test_snapshots_of_different_pools_are_rejected():
+    with pytest.raises(SnapshotError, match="num_blocks is 9 and 5"):
         diff(take_snapshot(make()), take_snapshot(make(blocks=4)))
