@@ -1,4 +1,4 @@
-"""How much memory a KV cache takes, and which block size wastes least. Host code: no JAX."""
+"""Memory of a KV cache, and a block size for given sequence lengths. Host code: no JAX."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxkv._util import ceil_div
 from jaxkv.config import CacheConfig, ModelShape
 from jaxkv.errors import ConfigError
 
-BLOCK_SIZES = tuple(2**i for i in range(9))  # 1 to 256: what `suggest_block_size` chooses from
+BLOCK_SIZES = tuple(2**i for i in range(9))  # 1 to 256: candidates of `suggest_block_size`
 TABLE_ENTRY_BYTES = 4  # block tables are int32
 COPY_COST = 128  # bytes; see `suggest_block_size`
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a cache needs to know of a model, where there is no model; as in `CacheConfig`."""
+    """The sizes of a model that its cache depends on, for use without a model."""
 
     num_layers: int
     num_kv_heads: int
@@ -29,17 +29,17 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class CacheSize:
-    """What a cache of one element type costs, paged and contiguous. Build one with `cache_size`.
+    """Memory of a cache of one element type, paged and contiguous. Build one with `cache_size`.
 
-    The contiguous cache reserves `max_len` tokens for every sequence and spends nothing else; the
-    paged one takes whole blocks, gives one of them up as the null block, and has block tables.
+    The contiguous cache reserves `max_len` tokens for every sequence and has no other cost. The
+    paged cache takes whole blocks, reserves one of them as the null block, and has block tables.
 
     Attributes:
       config: the largest paged pool inside the budget, with a table row for each sequence of
         `length` that fits (at least one row).
       memory_bytes: the budget of either cache, in bytes. Block tables are not counted in it.
       max_len: longest sequence that has to fit, in tokens.
-      length: tokens of the sequences that are counted.
+      length: length of the sequences that fill the budget, in tokens.
     """
 
     config: CacheConfig
@@ -73,7 +73,7 @@ class CacheSize:
         return TABLE_ENTRY_BYTES * self.config.max_seqs * self.config.max_blocks_per_seq
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers, in bytes, blocks and sequences."""
+        """All values as plain numbers, in bytes, blocks and sequences."""
         return {
             "bytes_per_token": self.config.bytes_per_token,
             "block_bytes": self.config.block_bytes,
@@ -96,13 +96,13 @@ def cache_size(
     block_size: int = CacheConfig.block_size,
     dtype: str = CacheConfig.dtype,
 ) -> CacheSize:
-    """What a cache of `model` costs, and how many sequences a budget holds.
+    """Memory of a cache of `model`, and the number of sequences that a budget holds.
 
     Args:
-      model: anything with `num_layers`, `num_kv_heads` and `head_dim`; else a `Shape`.
-      memory_bytes: what the pool may take, in bytes, the null block included.
+      model: object with `num_layers`, `num_kv_heads` and `head_dim`, such as a `Shape`.
+      memory_bytes: budget of the pool, in bytes, the null block included.
       max_len: longest sequence that has to fit, in tokens.
-      length: tokens of the sequences to count; `max_len` by default.
+      length: length of the sequences that fill the budget, in tokens; `max_len` by default.
       block_size: tokens per block.
       dtype: element type of the cache, one of `jaxkv.config.DTYPES`.
 
@@ -134,16 +134,18 @@ def cache_size(
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizeCost:
-    """What one block size costs a sequence, in bytes, as a mean over the lengths.
+    """Cost of one block size per sequence, in bytes, as a mean over the lengths.
 
     Attributes:
       block_size: tokens per block.
-      empty_slots: mean slots of the tail block that hold no token.
-      copies: mean pieces that one decode step reads: K and V of every layer, head and page.
+      empty_slots: mean number of slots of the last block that hold no token.
+      copies: mean number of pieces that one decode step reads: K and V of every layer, head and
+        page.
       copy_bytes: bytes of one such piece.
-      waste_bytes: of the empty slots.
-      table_bytes: of the row of the block table, padded to the longest sequence.
-      kernel_bytes: what could have been read in the time that the copies cost beside their bytes.
+      waste_bytes: bytes of the empty slots.
+      table_bytes: bytes of a row of the block table, padded to the longest sequence.
+      kernel_bytes: bytes that could be read in the time that copies take in addition to their own
+        bytes.
     """
 
     block_size: int
@@ -156,24 +158,25 @@ class BlockSizeCost:
 
     @property
     def total_bytes(self) -> float:
-        """The sum that `suggest_block_size` makes smallest."""
+        """The sum that `suggest_block_size` minimises."""
         return self.waste_bytes + self.table_bytes + self.kernel_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizeSuggestion:
-    """A block size, and why.
+    """A block size and the costs that it was chosen by.
 
     Attributes:
-      block_size: the candidate of the least `total_bytes`; the smaller one of equals.
-      costs: every candidate, by ascending block size.
-      rule_of_thumb: the older rule sqrt(mean_length * concurrency) / 6, in tokens, to compare. It
-        counts live sequences, which change no cost here, and not the model, which does.
-      mean_length: of the sequences, in tokens.
+      block_size: candidate with the lowest `total_bytes`; the smaller one on a tie.
+      costs: costs of all candidates, in ascending order of block size.
+      rule_of_thumb: result of the older rule sqrt(mean_length * concurrency) / 6, in tokens, for
+        comparison. It depends on the number of live sequences, which changes no cost here, and not
+        on the model, which does.
+      mean_length: mean length of the sequences, in tokens.
       max_len: longest sequence that has to fit, in tokens.
-      concurrency: live sequences that the rule of thumb was given.
+      concurrency: number of live sequences in the rule of thumb.
       dtype: element type of the cache.
-      copy_cost: bytes that the model charged for each copy.
+      copy_cost: bytes charged for each copy.
     """
 
     block_size: int
@@ -186,7 +189,7 @@ class BlockSizeSuggestion:
     copy_cost: float
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers; each candidate with its `total_bytes`."""
+        """All values as plain numbers; each candidate with its `total_bytes`."""
         costs = [dataclasses.asdict(c) | {"total_bytes": c.total_bytes} for c in self.costs]
         return dataclasses.asdict(self) | {"costs": costs}
 
@@ -202,26 +205,27 @@ def suggest_block_size(
     concurrency: int = CacheConfig.max_seqs,
     copy_cost: float = COPY_COST,
 ) -> BlockSizeSuggestion:
-    """The block size that costs sequences of these lengths the least.
+    """The block size with the lowest cost for sequences of these lengths.
 
     Long blocks leave empty slots at the end of each sequence. Short ones make long tables and many
-    small copies, of `block_size * head_dim` elements. A copy costs time beside its bytes (its page
-    id, its issue, a DRAM row): `copy_cost`, in bytes that would stream in that time.
+    small copies, of `block_size * head_dim` elements. In addition to its bytes, a copy costs a
+    fixed time (page id, issue, DRAM row): `copy_cost`, in bytes that would stream in that time.
 
-    The sum is in bytes that a sequence holds or reads, which trade at par where the weights are as
-    large as the pool: a share of memory lost means fewer sequences for each read of the weights, a
-    share of time lost a longer read of the pool. Where the weights are k times the pool, empty
-    slots matter k times as much: divide `copy_cost` by k.
+    The sum adds bytes that a sequence holds and bytes that it reads at equal weight, which is right
+    where the weights are as large as the pool: a share of memory lost means fewer sequences per
+    read of the weights, a share of time lost a longer read of the pool. Where the weights are k
+    times the pool, empty slots matter k times as much: divide `copy_cost` by k.
 
     Args:
-      lengths: final lengths of sequences, in tokens, as a sample of what is to be served.
-      num_kv_heads, num_layers, head_dim, dtype: of the cache, as in `CacheConfig`.
-      max_len: longest sequence that has to fit, in tokens: how wide tables are. Default: the
-        longest of `lengths`.
-      concurrency: live sequences, for the rule of thumb alone.
-      copy_cost: bytes: a * bandwidth where copies of scattered pieces take a + size / bandwidth.
-        The default is such a fit of NumPy's gather on one core of an Intel Xeon (14 to 20 ns at 8
-        GB/s: 125 to 160 bytes), not a measurement of a GPU.
+      lengths: final lengths of sequences, in tokens, a sample of the expected load.
+      num_kv_heads, num_layers, head_dim, dtype: shape and element type of the cache, as in
+        `CacheConfig`.
+      max_len: longest sequence that has to fit, in tokens, which sets the width of the tables.
+        Default: the longest of `lengths`.
+      concurrency: number of live sequences, for the rule of thumb alone.
+      copy_cost: bytes charged per copy: a * bandwidth, where copies of scattered pieces take
+        a + size / bandwidth. The default is such a fit of NumPy's gather on one core of an Intel
+        Xeon (14 to 20 ns at 8 GB/s: 125 to 160 bytes), not a measurement of a GPU.
 
     Raises:
       ConfigError: no lengths, a size that is not a positive integer, or a length above `max_len`.
@@ -277,13 +281,13 @@ def suggest_block_size(
 
 
 def _tokens(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """i64[N] lengths, checked."""
+    """i64[N] lengths, after validation."""
     tokens = np.asarray(lengths)
     if tokens.size == 0:
         raise ConfigError("no lengths: 0 sequences were given; give the length of at least one")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         kind = f"shape {tokens.shape} and type {tokens.dtype}"
-        raise ConfigError(f"lengths of {kind}; give a list of whole numbers, one a sequence")
+        raise ConfigError(f"lengths must be a list of integers, one per sequence, got {kind}")
     if (short := tokens < 1).any():
         first = f"lengths[{short.argmax()}]={tokens[short.argmax()]}"
         raise ConfigError(f"{first}: {short.sum()} of {len(tokens)} are below 1; leave them out")

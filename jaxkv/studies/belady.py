@@ -1,4 +1,4 @@
-"""The best any eviction policy could do: Belady's bound. Host code: imports no JAX."""
+"""Belady's bound: the best hit rate of any eviction policy. Host code: imports no JAX."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from jaxkv.studies.traces import Trace, load_trace
 
 
 def belady_hit_rate(trace: Trace | str | Path, num_blocks: int, block_size: int = 512) -> float:
-    """Share of prompt blocks that a pool which knows the future finds, requests taking no time.
+    """Share of prompt blocks found by a pool that knows the future, if requests take no time.
 
-    Evicts the block whose next use is farthest, which is the deepest of those that the same request
-    uses next, and does not keep a block that all others come before. A prefix is used no later than
-    what follows it, so what stays is closed under prefixes: every hit is part of a found prefix.
+    Evicts the block whose next use is farthest; among those that the same request uses next, the
+    deepest. A new block is not kept if all others are used before it. A prefix is used no later
+    than the blocks that follow it, so the blocks kept are closed under prefixes: every hit is part
+    of a found prefix.
 
     Args:
-      trace: a trace, or what `load_trace` takes.
+      trace: a trace, or an argument of `load_trace`.
       num_blocks: blocks that can hold tokens.
       block_size: tokens per block. A prompt's last, partly filled block counts as one.
 
@@ -43,10 +44,10 @@ def belady_hit_rate(trace: Trace | str | Path, num_blocks: int, block_size: int 
 
 
 def prefix_keys(trace: Trace, block_size: int) -> np.ndarray:
-    """i64[]: the prompt blocks that another request could share, one request after the other.
+    """i64[] keys of the prompt blocks that another request could share, request by request.
 
-    Two keys are equal where a block and all before it are. Blocks that the ids do not cover to
-    their end are left out: no other request has them.
+    Two keys are equal if the blocks and all blocks before them are. Blocks that the ids do not
+    cover to their end are left out: no other request has them.
     """
     per_id = trace.tokens_per_id
     parts, whole = (per_id // block_size, True) if per_id % block_size == 0 else (1, False)
@@ -76,13 +77,13 @@ def _chain(contents: Iterable[Hashable], numbers: dict[Hashable, int]) -> list[i
 
 
 def _most_hits(keys: np.ndarray, capacity: int) -> int:
-    """References found by a cache of `capacity` keys under Belady's rule."""
+    """Number of references found by a cache of `capacity` keys under Belady's rule."""
     order = np.argsort(keys, kind="stable")
     again = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
     never = len(keys)
     next_use = np.full(len(keys), never)
     next_use[order[again]] = order[again + 1]
-    # A resident block is known by the position of its next use, so the heap holds only those. The
+    # A resident block is identified by the position of its next use, all that the heap holds. The
     # farthest is never stale: stale entries lie in the past.
     resident = bytearray(len(keys))
     farthest: list[int] = []  # negated, for the smallest-first heap

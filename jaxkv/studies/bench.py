@@ -1,4 +1,4 @@
-"""How fast an engine runs a workload: continuous batching, and what there was before it."""
+"""Speed of an engine on a workload: continuous batching, static batches, one by one."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:  # studies run without JAX; an engine comes as an argument
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A workload's run. Everything is compiled beforehand; requests are greedy.
+    """Measurements of a workload. Everything is compiled beforehand; requests are greedy.
 
     Attributes:
-      mode: how the requests were run.
-      seconds: from the first request to the last token.
-      generated_tokens: tokens that were asked for.
-      computed_prompt_tokens: of prompts, in steps: without those found in the cache, with padding
-        and with what was computed again.
+      mode: how the requests were batched.
+      seconds: time from the first request to the last token.
+      generated_tokens: number of requested tokens.
+      computed_prompt_tokens: number of prompt tokens computed in steps: without those found in the
+        cache, with padding and recomputed ones.
       first_token_s: (median, 95th percentile) of the time to a request's first token.
       token_s: (median, 95th percentile) over requests of the mean time between later tokens.
-      steps: dispatches.
-      preemptions: times that a sequence lost its blocks.
-      host_ms: host's own work for a step, part by part, milliseconds; "wait" is for the device.
-      token_ids: what each request generated.
+      steps: number of dispatches.
+      preemptions: number of preemptions of running sequences.
+      host_ms: host time per step by part, in milliseconds; "wait" is the wait for the device.
+      token_ids: generated token ids of each request.
     """
 
     mode: str
@@ -54,13 +54,15 @@ class Measured:
 
 
 def continuous(engine: Engine, load: Workload, *, progress: bool = False) -> Measured:
-    """All requests at once: the engine runs as many as it can, and fills up as they end."""
+    """Submits all requests at once; the engine admits waiting ones as others end."""
     return _measure("continuous batching", engine, load, [range(len(load.prompts))], progress)
 
 
 def static_batches(engine: Engine, load: Workload, *, progress: bool = False) -> Measured:
-    """As many requests as there are rows, padded to the longest prompt and the longest output of
-    them; the next ones when all have ended."""
+    """Runs batches of as many requests as there are rows, one batch after the other.
+
+    Prompts and outputs of a batch are padded to the longest prompt and the longest output in it.
+    """
     rows = engine.cache.max_seqs
     batches = [range(i, min(i + rows, len(load.prompts)))
                for i in range(0, len(load.prompts), rows)]  # fmt: skip
@@ -69,7 +71,7 @@ def static_batches(engine: Engine, load: Workload, *, progress: bool = False) ->
         longest = max(len(load.prompts[i]) for i in batch)
         most = max(load.max_tokens[i] for i in batch)
         for i in batch:
-            # In front, and unlike each other, so that no padding is found in a cache.
+            # In front and different for each request, so that no lookup finds padding.
             padding = [(i + j) % engine.vocab_size for j in range(longest - len(prompts[i]))]
             prompts[i] = padding + prompts[i]
             max_tokens[i] = min(most, engine.max_len - longest)
@@ -80,7 +82,7 @@ def static_batches(engine: Engine, load: Workload, *, progress: bool = False) ->
 
 
 def one_by_one(engine: Engine, load: Workload, *, progress: bool = False) -> Measured:
-    """Each request alone."""
+    """Runs each request alone."""
     single = [range(i, i + 1) for i in range(len(load.prompts))]
     return _measure("one by one", engine, load, single, progress)
 
@@ -101,7 +103,7 @@ def _measure(
     if errors:
         raise JaxkvError(f"{mode}: {errors.pop()}")
     timings = [output.timings for output in finals]
-    # From the start of all, not from when a batch was formed.
+    # Since the start of the run, not since the start of a batch.
     first = [(t.first_token or 0) - began for t in timings]
     later = [
         ((t.finished or 0) - (t.first_token or 0)) / (output.num_tokens - 1)

@@ -1,6 +1,6 @@
-"""What a trace would find, hold and waste in a paged cache, by the production block manager.
+"""Replay of a request trace through the production block manager: hit rate, usage and waste.
 
-No device: host code, imports no JAX.
+Needs no device. Host code: imports no JAX.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from jaxkv.studies.traces import Trace, load_trace
 
 @dataclasses.dataclass(frozen=True)
 class SimulationResult:
-    """What `simulate` found.
+    """Result of `simulate`.
 
     Attributes:
-      trace, requests: its name and length.
-      policy, block_size, num_blocks, prefix_index, service: as asked for.
-      hit_rate: prompt blocks found in the pool, from the first up to the first that was not, over
-        all prompt blocks.
-      belady_hit_rate: no policy finds more with as many blocks. None if not asked for.
+      trace, requests: name of the trace and number of its requests.
+      policy, block_size, num_blocks, prefix_index, service: arguments of `simulate`.
+      hit_rate: prompt blocks found in the pool, counted in each prompt up to the first that was
+        not found, over all prompt blocks.
+      belady_hit_rate: upper bound for all policies with as many blocks. None if not requested.
       waste: slots that hold no token, over slots of active blocks; mean over time.
-      contiguous_waste: the same, had each sequence reserved `max_len` slots.
-      peak_blocks: most blocks ever active at once.
-      contiguous_peak_blocks: the same, had each sequence reserved `max_len` slots.
-      peak_seqs: most sequences ever live at once.
-      blocks: prompt blocks asked for, and `hit_blocks`, those found.
-      blocks_written: blocks whose keys and values had to be computed, output included.
-      evictions: cached blocks whose place was taken.
-      rejected: requests longer than the pool; their blocks count as not found.
-      preemptions: times a sequence lost its blocks and had to come again.
-      max_len: tokens of the longest request.
-      table_bytes: of the block table, i32[sequences, blocks of the longest].
-      seconds: of the trace's time, until the last request was done.
+      contiguous_waste: waste if each sequence reserved `max_len` slots.
+      peak_blocks: maximum number of blocks active at once.
+      contiguous_peak_blocks: `peak_blocks` if each sequence reserved `max_len` slots.
+      peak_seqs: maximum number of sequences live at once.
+      blocks, hit_blocks: number of prompt blocks requested and found.
+      blocks_written: number of blocks whose keys and values were computed, output included.
+      evictions: number of cached blocks evicted.
+      rejected: number of requests longer than the pool; their blocks count as not found.
+      preemptions: number of times that a sequence lost its blocks and was queued again.
+      max_len: length of the longest request, in tokens.
+      table_bytes: bytes of the block table, i32[sequences, blocks of the longest].
+      seconds: time until the last request was done, on the trace's clock.
       request_blocks, request_hits: i64[N] `blocks` and `hit_blocks` of each request.
       timeline: the pool over time.
     """
@@ -75,7 +75,7 @@ class SimulationResult:
     timeline: Timeline = dataclasses.field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the arrays."""
+        """All values except the arrays, as plain data."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}
         return fields | {"service": self.service and dataclasses.asdict(self.service)}
 
@@ -93,24 +93,24 @@ def simulate(
 ) -> SimulationResult:
     """Replays the requests of `trace` through a `BlockManager`, on the trace's own clock.
 
-    Without `service`, a request takes no time: it comes, its prompt is written, it goes. Then every
-    prompt block can be found again, the last, partly filled one included, and hit rates are those
-    of an ideal cache of `num_blocks` blocks under the policy. With it, requests live and grow, and
-    waste, peak and timeline say what a server would see; a partly filled block is never shared.
+    Without `service`, a request takes no time: it arrives, its prompt is written, and it ends. Then
+    every prompt block can be found again, including the last, partly filled one, and hit rates are
+    those of an ideal cache of `num_blocks` blocks under the policy. With `service`, requests live
+    and grow, and waste, peak and timeline are those of a server; a partly filled block is never
+    shared.
 
     Args:
-      trace: a trace, or what `load_trace` takes.
-      num_blocks: blocks that can hold tokens; the null block comes on top.
-      policy: how the manager picks the cached block to evict, one of
-        `jaxkv.manager.eviction.policies.POLICIES`.
+      trace: a trace, or an argument of `load_trace`.
+      num_blocks: blocks that can hold tokens; the null block is not counted.
+      policy: eviction policy, one of `jaxkv.manager.eviction.policies.POLICIES`.
       block_size: tokens per block.
-      prefix_index: "hash", "radix", or None: nothing is found.
-      service: how long requests live.
+      prefix_index: "hash", "radix", or None for no prefix caching.
+      service: speed and capacity of the simulated server; None: requests take no time.
       belady: also compute `belady_hit_rate`.
-      progress: show a bar on standard error.
+      progress: show a progress bar on standard error.
 
     Raises:
-      ConfigError: a size is not positive, or the manager does not know the policy or the index.
+      ConfigError: a size is not positive, or the policy or the index is unknown.
       TraceError: the trace cannot be read.
 
     Example:
@@ -121,7 +121,7 @@ def simulate(
       >>> r = simulate(chat, num_blocks=4, block_size=4)
       >>> round(r.hit_rate, 3), r.blocks_written, r.evictions
       (0.286, 5, 1)
-      >>> simulate(chat, num_blocks=3, block_size=4).hit_blocks  # the deeper block went first
+      >>> simulate(chat, num_blocks=3, block_size=4).hit_blocks  # evicts the deeper block first
       1
     """
     trace = trace if isinstance(trace, Trace) else load_trace(trace)

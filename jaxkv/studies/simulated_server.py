@@ -1,8 +1,8 @@
-"""A trace through the production block manager, request by request, on the trace's own clock.
+"""Simulated server: runs a trace through the production block manager, on the trace's own clock.
 
-A prompt is as many tokens as its trace says. Those that its hash ids stand for follow from the ids,
-so equal ids give equal tokens, at any block size; all others, and what is generated, belong to the
-request alone. Host code: imports no JAX.
+A prompt has as many tokens as the trace says. Tokens that its hash ids stand for follow from the
+ids, so equal ids give equal tokens, at any block size; all others, and the generated ones, belong
+to the request alone. Host code: imports no JAX.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from jaxkv.errors import ConfigError, OutOfBlocksError
 from jaxkv.manager.block_manager import BlockManager
 from jaxkv.studies.traces import Trace
 
-_PLAN_EVERY = 256  # calls between two looks at the plan, which no device waits for
+_PLAN_EVERY = 256  # calls between two calls of `take_plan`; no device applies the plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """A server that takes time. Time goes in decode steps; whoever is ready gets a token in each.
+    """Speed and capacity of a simulated server.
+
+    Time advances in decode steps. In each, every sequence that is past its prompt gets a token.
 
     Attributes:
-      prefill_tokens_per_s: of one prompt; cached tokens take none.
-      decode_tokens_per_s: of one sequence; its inverse is the length of a step.
-      concurrency: most sequences at once. Others wait, in order of arrival. When a growing sequence
-        finds no block, the youngest is preempted: its blocks go, and it waits first in line.
+      prefill_tokens_per_s: prefill speed of one prompt; cached tokens take no time.
+      decode_tokens_per_s: decode speed of one sequence; its inverse is the duration of a step.
+      concurrency: maximum number of sequences at once. Other requests wait, in order of arrival.
+        When a growing sequence finds no free block, the youngest sequence is preempted: its blocks
+        are freed, and it becomes the first to wait.
     """
 
     prefill_tokens_per_s: float = 20_000.0
@@ -42,19 +45,21 @@ class Service:
             if not 0 < getattr(self, field.name) < float("inf"):
                 raise ConfigError(f"{field.name}={getattr(self, field.name)!r} must be positive")
         if not isinstance(self.concurrency, int):
-            raise ConfigError(f"concurrency={self.concurrency!r} must be a whole number")
+            raise ConfigError(f"concurrency={self.concurrency!r} must be an integer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The pool over time: a sample for each decode step with a live sequence, and one of zeros
-    where the last of them leaves; or for each request, if requests take no time.
+    """Samples of the pool over time.
+
+    One sample per decode step with a live sequence, and one of zeros when the last sequence ends;
+    or one per request, if requests take no time.
 
     Attributes:
       seconds: f64[S] since the first request.
       active: i64[S] blocks that live sequences reference, each once.
       cached: i64[S] blocks that only a prefix lookup would find.
-      used: i64[S] tokens of the live sequences, shared ones counted for each.
+      used: i64[S] tokens of the live sequences; a shared token counts once per sequence.
       unfilled: i64[S] slots of active blocks that hold no token.
       seqs: i64[S] live sequences.
     """
@@ -68,7 +73,7 @@ class Timeline:
 
 
 class SimulatedServer:
-    """One run: the manager, its clock, and what is counted on the way. See `simulate`."""
+    """One run: the manager, its clock and the counts. See `simulate`."""
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class SimulatedServer:
         longest = trace.max_len if service else int(trace.input_tokens.max())
         self.rows = service.concurrency if service else 1
         self.columns = min(ceil_div(longest, block_size), num_blocks)
-        extra = 0 if service else 1  # the token that makes the last prompt block findable
+        extra = 0 if service else 1  # a token that makes the last prompt block visible
         self.now = 0.0
         self.manager = BlockManager(
             1 + num_blocks + extra,
@@ -98,14 +103,14 @@ class SimulatedServer:
         )
         self.request_blocks = ceil_div(trace.input_tokens, block_size)
         self.request_hits = np.zeros(len(trace), np.int64)
-        self.length = trace.input_tokens.copy()  # tokens of each request so far
-        self.cached = np.full(len(trace), -1)  # of them, found when it entered
+        self.length = trace.input_tokens.copy()  # tokens of each request up to now
+        self.cached = np.full(len(trace), -1)  # cached tokens at admission; -1: not admitted
         self.evictions = self.written = self.rejected = self.preemptions = self.calls = 0
         self.samples: list[tuple[float, int, int, int, int, int]] = []
         self.own = int(trace.hash_ids.max(initial=-1) + 1) * trace.tokens_per_id
 
     def tokens(self, request: int, length: int) -> np.ndarray:
-        """i64[length]: those of its ids, then a token that no other request has."""
+        """i64[length] tokens of a request: those of its ids, then one that no other request has."""
         tokens = np.full(length, self.own + request)
         per_id, ids = self.trace.tokens_per_id, self.trace.ids(request)
         covered = (ids[:, None] * per_id + np.arange(per_id)).ravel()[:length]
@@ -113,24 +118,24 @@ class SimulatedServer:
         return tokens
 
     def allocate(self, request: int, length: int) -> int:
-        """Gives the request its blocks: the tokens found. Raises what the manager raises."""
+        """Allocates a request's blocks; returns its cached tokens. Raises the manager's errors."""
         free = self.manager.stats().free
         cached = self.manager.allocate(request, self.tokens(request, length)).num_cached_tokens
         self.count_evictions(free, self.manager.blocks_for(length) - cached // self.block_size)
         return cached
 
     def count_evictions(self, free: int, taken: int) -> None:
-        """What `taken` blocks cost when `free` were free. (Listening would triple the time.)"""
+        """Counts evictions after `taken` blocks of `free` ones. (Events would triple the time.)"""
         self.evictions += self.manager.stats().free - free + taken
 
     def drain(self) -> None:
-        """Forgets the plan now and then: nobody applies it."""
+        """Drops the plan from time to time: no device applies it."""
         self.calls += 1
         if self.calls % _PLAN_EVERY == 0:
             self.manager.take_plan()
 
     def instant(self) -> Iterator[int]:
-        """Requests that take no time, one after the other; yields each once done."""
+        """Runs requests that take no time, one after the other; yields each when done."""
         size, manager = self.block_size, self.manager
         for request, seconds in enumerate(self.trace.arrival.tolist()):
             self.now = seconds
@@ -151,7 +156,7 @@ class SimulatedServer:
             yield request
 
     def live(self) -> Iterator[int]:
-        """Requests that take time, in steps of one token each; yields each once done."""
+        """Runs requests that take time, in steps of one token each; yields each when done."""
         service = self.service
         assert service is not None
         arrival, length = self.trace.arrival, self.length
@@ -182,31 +187,31 @@ class SimulatedServer:
                 arrived += 1
             while waiting and not full and len(seqs) < service.concurrency:
                 missing = self.enter(waiting[0])
-                full = missing is None  # until someone leaves: asking again costs
+                full = missing is None  # until a sequence ends: a retry costs time
                 if missing is not None:
                     request = waiting.popleft()
                     seconds = missing / service.prefill_tokens_per_s
                     ready[request] = step + max(1, int(np.ceil(seconds / step_s)))
                     seqs.append(request)
             full &= not self.grow(seqs, waiting, ready, step, final)
-            if seqs or (self.samples and self.samples[-1][-1]):  # falling idle, once
+            if seqs or (self.samples and self.samples[-1][-1]):  # the last: the server becomes idle
                 self.sample(seqs)
             step += 1
 
     def enter(self, request: int) -> int | None:
-        """Gives the request its blocks: the tokens to compute, or None if the pool is full."""
+        """Admits a request; returns the tokens to compute, or None if the pool is full."""
         length = int(self.length[request])
         try:
             cached = self.allocate(request, length)
         except OutOfBlocksError:
             return None
-        if self.cached[request] < 0:  # not one that was preempted and is back
+        if self.cached[request] < 0:  # not a preempted one that is admitted again
             self.request_hits[request] = cached // self.block_size
         self.cached[request] = cached
         return length - cached
 
     def leave(self, request: int, seqs: list[int], *, written: bool = True) -> None:
-        """Ends a sequence; what it has written stays to be found."""
+        """Ends a sequence; the blocks that it has written stay visible to lookups."""
         if written:
             length = int(self.length[request])
             self.manager.commit(request, length - self.manager.num_computed_tokens(request))
@@ -219,7 +224,7 @@ class SimulatedServer:
     def grow(
         self, seqs: list[int], waiting: deque[int], ready: np.ndarray, step: int, final: np.ndarray
     ) -> bool:
-        """One token for each sequence that is past its prompt; whether one was preempted."""
+        """Appends a token to each sequence past its prompt; returns whether one was preempted."""
         preempted = False
         while True:
             index = np.array(seqs, np.int64)
@@ -244,7 +249,7 @@ class SimulatedServer:
                 return preempted
 
     def sample(self, seqs: list[int]) -> None:
-        """Writes down how the pool stands."""
+        """Records the state of the pool."""
         lengths, stats = self.length[np.array(seqs, np.int64)], self.manager.stats()
         unfilled = int((-lengths % self.block_size).sum())
         self.samples.append(
@@ -252,6 +257,6 @@ class SimulatedServer:
         )
 
     def timeline(self) -> Timeline:
-        """What was sampled."""
+        """The samples, as columns."""
         columns = np.array(self.samples, np.float64).reshape(-1, 6).T
         return Timeline(columns[0], *columns[1:].astype(np.int64))

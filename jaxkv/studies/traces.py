@@ -1,7 +1,8 @@
-"""Request traces of LLM services: when requests came, how long they were, what they shared.
+"""Request traces of LLM services: arrival times, lengths and shared prefixes.
 
 Reads the formats of the public traces: Mooncake and Qwen-Bailian (JSON lines, with prefix
-identity), Azure 2023 and 2024 and BurstGPT (CSV, without). Host code: imports no JAX.
+identity), Azure 2023 and 2024 and BurstGPT (CSV, without prefix identity). Host code: imports no
+JAX.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class Trace:
     """Requests in order of arrival, as columns. Build one with `load_trace` or `Trace.of`.
 
     Attributes:
-      name: for titles and messages.
+      name: name in titles and messages.
       arrival: f64[N] seconds since the first request.
-      input_tokens: i64[N] tokens of the prompts.
-      output_tokens: i64[N] tokens that were generated.
-      hash_ids: i64[H] what the prompts consist of, one request after the other: prompts with equal
-        ids have equal tokens. Numbered from 0 in order of appearance.
-      offsets: i64[N + 1]; request i has `hash_ids[offsets[i] : offsets[i + 1]]`. They may cover
-        less than the prompt (or nothing); the rest of it is shared with no other request.
+      input_tokens: i64[N] lengths of the prompts, in tokens.
+      output_tokens: i64[N] numbers of generated tokens.
+      hash_ids: i64[H] ids of the prompts' contents, request by request: equal ids stand for equal
+        tokens. Numbered from 0 in order of appearance.
+      offsets: i64[N + 1]; request i has `hash_ids[offsets[i] : offsets[i + 1]]`. Its ids may cover
+        less than the prompt, or nothing; the rest is shared with no other request.
       tokens_per_id: tokens that one id stands for; the last id of a prompt may stand for fewer.
 
     Example:
@@ -75,7 +76,7 @@ class Trace:
         tokens_per_id: int = 1,
         name: str = "trace",
     ) -> Self:
-        """A trace of these columns, sorted by arrival (in seconds, from any origin).
+        """Makes a trace from columns, sorted by arrival (in seconds, from any origin).
 
         Raises:
           TraceError: columns of different lengths, no requests, a time that is not finite, a
@@ -86,7 +87,7 @@ class Trace:
         ids = [()] * len(times) if hash_ids is None else hash_ids
         if not len(times) == len(inputs) == len(outputs) == len(ids):
             rows = f"{len(times)}, {len(inputs)}, {len(outputs)} and {len(ids)}"
-            raise TraceError(f"{name}: columns of {rows} rows")
+            raise TraceError(f"{name}: columns must have the same length, got {rows} rows")
         if not len(times):
             raise TraceError(f"{name} holds no requests")
         counts = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -118,12 +119,12 @@ class Trace:
 
     @property
     def has_ids(self) -> bool:
-        """Whether prompts of this trace can share anything."""
+        """Whether prompts of this trace can share prefixes."""
         return len(self.hash_ids) > 0
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Length of the longest request, prompt and output, in tokens."""
         return int((self.input_tokens + self.output_tokens).max())
 
     def ids(self, request: int) -> np.ndarray:
@@ -142,10 +143,11 @@ class Trace:
         )
 
     def with_shared_prefix(self, num_tokens: int, *, tokens_per_id: int = 16) -> Trace:
-        """The same requests, had each prompt begun with the same `num_tokens` tokens.
+        """The same requests with a shared prefix: all prompts begin with the same tokens.
 
-        For questions to traces without ids ("what would a common system prompt save?"). Lengths
-        stay; the prefix counts in whole units of `tokens_per_id`, and ends with a short prompt.
+        Estimates for traces without ids what a common system prompt would save. Lengths do not
+        change; the prefix is rounded down to a multiple of `tokens_per_id`, and is cut to the
+        length of a shorter prompt.
 
         Example:
           >>> from jaxkv.studies.traces import load_trace
@@ -159,14 +161,17 @@ class Trace:
 
 
 def load_trace(source: str | Path) -> Trace:
-    """The trace of a file in any known format, recognised by its content, or of a packaged name.
+    """Loads a trace from a file, or a packaged trace by its name.
+
+    The format of a file is recognised by its content.
 
     Args:
       source: a path (Mooncake or Qwen-Bailian JSON lines; Azure or BurstGPT CSV), or "azure-code"
         or "azure-conv", which come with the package.
 
     Raises:
-      TraceError: unknown format, no requests, or a bad value; names file, line and column.
+      TraceError: unknown format, no requests, or a bad value; the error names file, line and
+        column.
       OSError: the file cannot be opened.
 
     Example:
@@ -182,7 +187,7 @@ def load_trace(source: str | Path) -> Trace:
         raise TraceError(f"{path} is not text: {error}") from None
     except FileNotFoundError:
         names = ", ".join(PACKAGED)
-        raise TraceError(f"no such trace: {path} (a file, or one of {names})") from None
+        raise TraceError(f"no such trace: {path} (give a file, or one of {names})") from None
     lines = text.splitlines()
     name = str(source) if str(source) in PACKAGED else path.stem
     first = next((line for line in lines if line.strip()), "")
@@ -204,10 +209,10 @@ def _load_json_lines(path: Path, name: str, lines: list[str]) -> Trace:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            _fail(path, number, str(error.colno), f"not JSON: {error.msg}")
+            _fail(path, number, str(error.colno), f"not valid JSON: {error.msg}")
         if not isinstance(record, dict):
             _fail(path, number, None, "not a JSON object")
-        if not per_id:  # the first record tells the format
+        if not per_id:  # the first record determines the format
             bailian = "chat_id" in record
             per_id = BAILIAN_TOKENS if bailian else MOONCAKE_TOKENS
             per_second = 1 if bailian else 1000
@@ -217,12 +222,12 @@ def _load_json_lines(path: Path, name: str, lines: list[str]) -> Trace:
                 _fail(path, number, column, f"missing; {known}")
         time, prompt, output, ids = (record[column] for column in _MOONCAKE)
         if not _is_number(time):
-            _fail(path, number, "timestamp", f"{time!r} is not a number")
+            _fail(path, number, "timestamp", f"must be a finite number, got {time!r}")
         for column, value in (("input_length", prompt), ("output_length", output)):
             if type(value) is not int or value < 0:
-                _fail(path, number, column, f"{value!r} is not a whole number of tokens")
+                _fail(path, number, column, f"must be a non-negative integer, got {value!r}")
         if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-            _fail(path, number, "hash_ids", "not a list of whole numbers")
+            _fail(path, number, "hash_ids", "must be a list of integers")
         if len(ids) > ceil_div(prompt, per_id):
             _fail(
                 path, number, "hash_ids",
@@ -249,8 +254,9 @@ def _load_csv(path: Path, name: str, lines: list[str]) -> Trace:
             raise TraceError(f"{path} holds no requests: it is empty")
         _fail(
             path, reader.line_num, "1",
-            f"{lines[reader.line_num - 1][:60]!r} begins no known format (Mooncake or Qwen-Bailian "
-            f"JSON lines, CSV with {', '.join(_AZURE)}, or CSV with {', '.join(_BURSTGPT)})",
+            f"unknown format {lines[reader.line_num - 1][:60]!r}; known are Mooncake or "
+            f"Qwen-Bailian JSON lines, CSV with {', '.join(_AZURE)}, and CSV with "
+            + ", ".join(_BURSTGPT),
         )  # fmt: skip
     numbers, rows = [], []
     for row in reader:
@@ -269,18 +275,18 @@ def _load_csv(path: Path, name: str, lines: list[str]) -> Trace:
         values = cells[header.index(columns[index])]
         try:
             return convert(values)
-        except ValueError:  # find the one to name
+        except ValueError:  # find the value that the error names
             for line, value in zip(numbers, values, strict=True):
                 try:
                     convert([value])
                 except ValueError:
-                    _fail(path, line, columns[index], f"{value!r} is not {what}")
+                    _fail(path, line, columns[index], f"must be {what}, got {value!r}")
             raise
 
     return Trace.of(
         column(0, to_seconds, "a time"),
-        column(1, _whole, "a whole number of tokens"),
-        column(2, _whole, "a whole number of tokens"),
+        column(1, _whole, "a non-negative integer"),
+        column(2, _whole, "a non-negative integer"),
         name=name,
     )
 
@@ -306,5 +312,5 @@ def _seconds_of_dates(cells: Iterable[str]) -> np.ndarray:
     """Seconds since 1970; the 2024 traces write a UTC offset, the 2023 ones do not."""
     dates = np.array([_UTC.sub("", cell.strip()) for cell in cells], "datetime64[ns]")
     if np.isnat(dates).any():
-        raise ValueError("no date")
+        raise ValueError("not a date")
     return dates.astype(np.int64) / 1e9

@@ -1,4 +1,4 @@
-"""Requests for a model out of a trace: how long they are, and what their prompts share.
+"""Requests for a model, with the lengths and the shared prefixes of a trace.
 
 Host code: imports no JAX.
 """
@@ -17,12 +17,12 @@ from jaxkv.studies.traces import Trace
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Requests that are there from the start.
+    """Requests that are all submitted at the start.
 
     Attributes:
-      name: for titles.
-      prompts: token ids of each.
-      max_tokens: tokens that each generates.
+      name: name in titles.
+      prompts: token ids of each prompt.
+      max_tokens: number of tokens that each request generates.
 
     Example:
       >>> from jaxkv.studies.traces import load_trace
@@ -42,18 +42,18 @@ class Workload:
         cls, trace: Trace, *, requests: int, vocab_size: int, max_len: int, scale: float = 1.0,
         seed: int = 0,
     ) -> Workload:  # fmt: skip
-        """The first requests of a trace, of random tokens; equal hash ids stand for equal ones.
+        """Makes random prompts for a trace's first requests; equal hash ids give equal tokens.
 
         Args:
-          trace: where the lengths come from.
-          requests: how many, at most.
-          vocab_size: of the model.
-          max_len: longest prompt and output together; longer prompts are cut.
-          scale: lengths are divided by it.
-          seed: of the tokens.
+          trace: source of the lengths and hash ids.
+          requests: maximum number of requests.
+          vocab_size: vocabulary size of the model.
+          max_len: maximum length of prompt and output together; longer prompts are cut.
+          scale: divisor of the lengths.
+          seed: seed of the random tokens.
 
         Raises:
-          ConfigError: no requests asked for, a scale that is not positive, no room for any prompt.
+          ConfigError: `requests` or `scale` is not positive, or `max_len` is below 2.
         """
         if requests < 1 or scale <= 0 or max_len < 2:
             raise ConfigError(
@@ -79,11 +79,11 @@ class Workload:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Length of the longest request, prompt and output, in tokens."""
         return max(len(p) + n for p, n in zip(self.prompts, self.max_tokens, strict=True))
 
     def save(self, path: Path) -> None:
-        """JSON for other programs: {"requests": [{"prompt_ids": [...], "max_tokens": n}, ...]}."""
+        """Writes JSON: {"requests": [{"prompt_ids": [...], "max_tokens": n}, ...]} and the name."""
         pairs = zip(self.prompts, self.max_tokens, strict=True)
         requests = [{"prompt_ids": prompt, "max_tokens": n} for prompt, n in pairs]
         path.write_text(json.dumps({"name": self.name, "requests": requests}))

@@ -109,7 +109,7 @@ def test_the_config_is_ready_to_use():
         ({"model": Shape(0, 1, 1)}, "num_layers=0 must be a positive integer"),
     ],
 )
-def test_sizes_that_cannot_be(changed, message):
+def test_bad_sizes_are_named(changed, message):
     asked = {"model": TINY, "memory_bytes": MIB, "max_len": 100} | changed
     with pytest.raises(ConfigError, match=message):
         cache_size(asked.pop("model"), **asked)
@@ -156,16 +156,16 @@ def test_costs_by_brute_force(lengths, spare):
         assert cost.kernel_bytes == pytest.approx(10 * cost.copies)
 
 
-def test_each_cost_pulls_its_own_way():
+def test_effect_of_each_cost():
     lengths = range(1000, 2000)
     assert suggest(lengths, copy_cost=0).block_size == 1  # waste outweighs tables
     assert suggest(lengths, copy_cost=1e6).block_size == 256
     best = [suggest(lengths, copy_cost=2.0**i).block_size for i in range(16)]
     assert best == sorted(best)
-    # One byte a token: here a table entry weighs as much as two slots.
+    # 4 bytes per token: here a table entry costs as much as a slot.
     thin = Shape(num_layers=1, num_kv_heads=1, head_dim=1)
     assert suggest(lengths, thin, max_len=10**6, copy_cost=0).block_size > 64
-    # The longer sequences are, the more pages there are for each tail.
+    # Longer sequences have more pages per tail block.
     short, long = (suggest(range(n, 2 * n)).block_size for n in (100, 10_000))
     assert short < long
 
@@ -187,7 +187,7 @@ def test_equal_costs_take_the_smaller_block():
     assert found.block_size == 1
 
 
-def test_the_older_rule_beside_it():
+def test_rule_of_thumb():
     found = suggest([900, 1100], concurrency=36)
     assert found.rule_of_thumb == pytest.approx(math.sqrt(1000 * 36) / 6)
     assert found.mean_length == 1000
@@ -219,7 +219,7 @@ def test_to_dict_has_every_cost():
         ([], {}, "no lengths: 0 sequences"),
         (np.zeros(0, int), {}, "no lengths"),
         ([4, 0, -2], {}, r"lengths\[1\]=0: 2 of 3 are below 1"),
-        ([1.5], {}, r"type float64; give a list of whole numbers"),
+        ([1.5], {}, r"must be a list of integers, one per sequence, got .* type float64"),
         ([[1, 2]], {}, r"shape \(1, 2\)"),
         ([10, 90], {"max_len": 80}, "a length of 90 is above max_len=80; raise max_len"),
         ([10], {"max_len": 0}, "max_len=0 must be"),
@@ -230,6 +230,6 @@ def test_to_dict_has_every_cost():
         ([10], {"model": Shape(1, 0, 8)}, "num_kv_heads=0 must be"),
     ],
 )
-def test_lengths_that_cannot_be(lengths, changed, message):
+def test_bad_lengths_are_named(lengths, changed, message):
     with pytest.raises(ConfigError, match=message):
         suggest(lengths, **changed)

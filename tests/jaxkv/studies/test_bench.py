@@ -39,7 +39,7 @@ def test_a_static_batch_computes_its_padding(small_model, load):
     assert static.generated_tokens == sum(load.max_tokens)
     assert static.steps >= 7 + 5 - 2  # as long as the longest of each batch
     want = continuous(engine, load).token_ids
-    longest = [1, 5]  # prompts without padding give what they give
+    longest = [1, 5]  # prompts without padding give the same tokens
     assert [static.token_ids[i] for i in longest] == [want[i] for i in longest]
 
 

@@ -1,4 +1,4 @@
-"""Replays against brute force: LRU by hand, the optimum by trying everything, one live sequence."""
+"""Replays against brute force: LRU by hand, the optimum by search, one live sequence."""
 
 import functools
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from jaxkv.studies.traces import Trace, load_trace
 
 @st.composite
 def traces(draw, requests=12, ids=4, alphabet=3, own=3):
-    """Prompts of a few ids, perhaps with a tail of their own."""
+    """Prompts of a few ids, some with a tail that no other prompt has."""
     per_id = draw(st.integers(1, 4))
     prompts = draw(st.lists(st.lists(st.integers(0, alphabet), max_size=ids), min_size=1,
                             max_size=requests))  # fmt: skip
@@ -56,7 +56,7 @@ def lru_hits(trace, num_blocks, block_size):
 
 
 def most_hits(references, capacity):
-    """The optimum, by trying everything."""
+    """The optimum, by exhaustive search."""
 
     @functools.cache
     def best(position, cache):
@@ -103,7 +103,7 @@ def test_no_policy_beats_belady(policy, trace, num_blocks, block_size):
 
 @given(traces(), st.integers(3, 12), st.integers(1, 5), st.integers(1, 4))
 @settings(deadline=None)
-def test_requests_that_take_time_come_and_go(trace, num_blocks, block_size, concurrency):
+def test_invariants_of_requests_that_take_time(trace, num_blocks, block_size, concurrency):
     service = Service(prefill_tokens_per_s=3, decode_tokens_per_s=1, concurrency=concurrency)
     replay = SimulatedServer(trace, num_blocks, "lru", block_size, "hash", service)
     evicted = []
@@ -152,11 +152,11 @@ def test_one_sequence_step_by_step():
     assert r.table_bytes == 2 * 2 * 4
 
 
-def test_the_youngest_is_preempted_and_comes_again():
+def test_the_youngest_is_preempted_and_admitted_again():
     trace = Trace.of([0, 0], [4, 4], [4, 4])
     service = Service(prefill_tokens_per_s=100, decode_tokens_per_s=1, concurrency=2)
     r = simulate(trace, num_blocks=3, block_size=4, service=service, prefix_index=None)
-    assert r.preemptions == 2  # it comes back too early once
+    assert r.preemptions == 2  # once it is admitted again too early
     assert r.timeline.active.max() == 3
     assert r.timeline.used[-2:].tolist() == [8, 0]
     assert r.hit_rate == 0

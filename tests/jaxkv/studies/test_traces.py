@@ -112,18 +112,21 @@ BAD = {
     "empty": ("", "holds no requests: it is empty"),
     "blank": ("\n\n", "holds no requests: it is empty"),
     "only a header": (AZURE + "\n", "holds no requests: only a header"),
-    "unknown columns": ("a,b\n1,2\n", "line 1, column 1: 'a,b' begins no known format"),
-    "no whole number": (
+    "unknown columns": ("a,b\n1,2\n", "line 1, column 1: unknown format 'a,b'"),
+    "fraction": (
         f"{AZURE}\n2023-11-16 18:17:03,1,2\n2023-11-16 18:17:04,3.5,2\n",
-        "line 3, column ContextTokens: '3.5' is not a whole number",
+        "line 3, column ContextTokens: must be a non-negative integer, got '3.5'",
     ),
     "negative": (
         f"{AZURE}\n\n2023-11-16 18:17:03,1,-2\n",
-        "line 3, column GeneratedTokens: '-2' is not a whole number",
+        "line 3, column GeneratedTokens: must be a non-negative integer, got '-2'",
     ),
-    "no date": (f"{AZURE}\nyesterday,1,2\n", "line 2, column TIMESTAMP: 'yesterday' is not a time"),
-    "empty date": (f"{AZURE}\n,1,2\n", "line 2, column TIMESTAMP: '' is not a time"),
-    "no time": (f"{BURST}\nnan,M,1,2,3,x\n", "line 2, column Timestamp: 'nan' is not a time"),
+    "no date": (
+        f"{AZURE}\nyesterday,1,2\n",
+        "line 2, column TIMESTAMP: must be a time, got 'yesterday'",
+    ),
+    "empty date": (f"{AZURE}\n,1,2\n", "line 2, column TIMESTAMP: must be a time, got ''"),
+    "no time": (f"{BURST}\nnan,M,1,2,3,x\n", "line 2, column Timestamp: must be a time, got 'nan'"),
     "short row": (
         f"{BURST}\n5,M,1\n",
         "line 2, column Response tokens: 3 cells, but the header has 6",
@@ -131,18 +134,30 @@ BAD = {
     "long row": (f"{AZURE}\n1,2,3,4\n", "line 2, column 4: 4 cells, but the header has 3"),
     "cut off": (
         json_lines(MOONCAKE[:1]) + '{"timestamp": 1, "inp',
-        "line 2, column 18: not JSON",
+        "line 2, column 18: not valid JSON",
     ),
     "list": (json_lines(MOONCAKE) + "[1]\n", "line 3: not a JSON object"),
     "missing": (
         '\n{"timestamp": 1, "input_length": 2}\n',
         "line 2, column output_length: missing",
     ),
-    "text": (broken({"input_length": "7"}, 2), "line 2, column input_length: '7' is not a whole"),
-    "flag": (broken({"output_length": True}), "line 1, column output_length: True is not a whole"),
-    "infinite": (broken({"timestamp": float("inf")}), "line 1, column timestamp: inf is not a"),
-    "null": (broken({"timestamp": None}), "line 1, column timestamp: None is not a number"),
-    "ids": (broken({"hash_ids": [1, "a"]}), "line 1, column hash_ids: not a list of whole"),
+    "text": (
+        broken({"input_length": "7"}, 2),
+        "line 2, column input_length: must be a non-negative integer, got '7'",
+    ),
+    "flag": (
+        broken({"output_length": True}),
+        "line 1, column output_length: must be a non-negative integer, got True",
+    ),
+    "infinite": (
+        broken({"timestamp": float("inf")}),
+        "line 1, column timestamp: must be a finite number, got inf",
+    ),
+    "null": (
+        broken({"timestamp": None}),
+        "line 1, column timestamp: must be a finite number, got None",
+    ),
+    "ids": (broken({"hash_ids": [1, "a"]}), "line 1, column hash_ids: must be a list of integers"),
     "too many ids": (
         broken({"input_length": 512}),
         "line 1, column hash_ids: 2 ids of 512 tokens, but input_length is 512",
@@ -162,7 +177,7 @@ def test_bad_files_name_file_line_and_column(tmp_path, case):
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_text_and_what_is_not_there(tmp_path):
+def test_files_that_are_not_text_or_do_not_exist(tmp_path):
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00\x9f")
     with pytest.raises(TraceError, match="is not text"):
         load_trace(tmp_path / "b")
@@ -174,12 +189,12 @@ def test_what_is_no_text_and_what_is_not_there(tmp_path):
     ("columns", "message"),
     [
         (([], [], []), "no requests"),
-        (([0], [1], [1, 2]), "columns of 1, 1, 2 and 1 rows"),
+        (([0], [1], [1, 2]), "columns must have the same length, got 1, 1, 2 and 1 rows"),
         (([0, np.nan], [1, 1], [1, 1]), "request 1: the time is not finite"),
         (([0, 1], [1, -1], [1, 1]), "request 1: a count of tokens is negative"),
     ],
 )
-def test_columns_that_are_no_trace(columns, message):
+def test_bad_columns_are_named(columns, message):
     with pytest.raises(TraceError, match=message):
         Trace.of(*columns)
 

@@ -1,4 +1,4 @@
-"""Requests out of traces."""
+"""Workloads made from traces."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_lengths_follow_the_trace_and_equal_ids_are_equal_tokens():
     assert of(trace, seed=1).prompts != load.prompts
 
 
-def test_scaled_prompts_share_as_much_of_themselves():
+def test_scaled_prompts_share_the_same_fraction():
     trace = Trace.of([0, 1], [64, 64], [8, 8], hash_ids=[[1, 2], [1, 3]], tokens_per_id=32)
     load = of(trace, scale=4)
     a, b = load.prompts
@@ -38,7 +38,7 @@ def test_scaled_prompts_share_as_much_of_themselves():
     assert a[8:] != b[8:]
 
 
-def test_what_does_not_fit_is_cut_and_nothing_is_empty():
+def test_long_requests_are_cut_and_none_is_empty():
     load = of(Trace.of([0, 1, 2], [500, 10, 0], [30, 900, 0]))
     assert [(len(p), n) for p, n in zip(load.prompts, load.max_tokens, strict=True)] == [
         (34, 30), (1, 63), (1, 1),
@@ -52,7 +52,7 @@ def test_nothing_to_run(options):
         of(load_trace("azure-code"), **options)
 
 
-def test_other_programs_can_read_it(tmp_path):
+def test_save_writes_json(tmp_path):
     load = of(load_trace("azure-conv"), requests=4, scale=64)
     load.save(tmp_path / "w.json")
     requests = json.loads((tmp_path / "w.json").read_text())["requests"]
