@@ -1,4 +1,4 @@
-"""Any checkpoint to a model and its tokenizer: GGUF file, Hugging Face folder, Orbax folder."""
+"""Loading of checkpoints with their tokenizers: GGUF files, Hugging Face and Orbax folders."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Checkpoint:
     """A model that is ready to generate.
 
     Attributes:
-      model: the Llama; its config is `model.config`.
-      tokenizer: the checkpoint's own.
-      path: where it came from.
+      model: the Llama, with its config in `model.config`.
+      tokenizer: the checkpoint's tokenizer.
+      path: path of the checkpoint.
     """
 
     model: Llama
@@ -35,19 +35,19 @@ def load(path: str | Path, *, dtype: Any = jnp.float32, progress: bool = False) 
     """Loads a GGUF file, a Hugging Face folder or an Orbax checkpoint, whichever `path` is.
 
     Args:
-      path: a `.gguf` file; a folder with `config.json` and safetensors; or one with `config.json`
-        and `params/`, as `save_orbax` writes it.
-      dtype: of the weights and activations.
+      path: a `.gguf` file; a folder with `config.json` and safetensors; or a folder with
+        `config.json` and `params/`, as `save_orbax` writes it.
+      dtype: element type of the weights and activations.
       progress: show a progress bar on standard error.
 
     Raises:
-      CheckpointError: nothing there, or something damaged or incomplete.
-      ConfigError: a model or tokenizer that cannot be honoured, by field.
+      CheckpointError: the path does not exist, or the checkpoint is damaged or incomplete.
+      ConfigError: an unsupported model or tokenizer; the error names the field.
     """
     path = Path(path)
     if path.is_file():
         file = GGUFFile(path)
-        # The tokenizer first: it takes a moment, the weights take longer.
+        # The tokenizer first: it loads quickly, so its errors come before the weights load.
         tokenizer = Tokenizer.from_gguf(file)
         return Checkpoint(load_gguf(file, dtype=dtype, progress=progress), tokenizer, path)
     if not path.is_dir():

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv.errors import ConfigError
 
-# Fields that change the computation, and the only value of each that this model honours.
+# Fields that change the computation, and the only value of each that this model supports.
 _ONLY = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -28,9 +28,9 @@ class Llama3Scaling:
     """Llama 3's frequency scaling: long wavelengths are stretched by `factor`.
 
     Attributes:
-      factor: by which the longest wavelengths grow.
-      low_freq_factor: wavelengths above original / low_freq_factor are stretched whole.
-      high_freq_factor: wavelengths below original / high_freq_factor are left alone.
+      factor: factor by which the longest wavelengths are stretched.
+      low_freq_factor: wavelengths above original / low_freq_factor are stretched in full.
+      high_freq_factor: wavelengths below original / high_freq_factor are not stretched.
       original_max_position_embeddings: context length before scaling, in tokens.
     """
 
@@ -57,9 +57,9 @@ class LlamaConfig:
       rope_theta: base of the rotary frequencies.
       rope_scaling: Llama 3's frequency scaling, or None.
       rope_divisors: explicit frequency divisors (head_dim // 2), as GGUF files carry them.
-      tie_word_embeddings: the head is the embedding.
-      attention_bias: q, k, v and o projections have biases.
-      mlp_bias: gate, up and down projections have biases.
+      tie_word_embeddings: whether the head is the embedding.
+      attention_bias: whether q, k, v and o projections have biases.
+      mlp_bias: whether gate, up and down projections have biases.
       eos_token_ids: tokens that end a generation.
     """
 
@@ -89,22 +89,22 @@ class LlamaConfig:
                 raise ConfigError(f"{name}={value!r} must be a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_heads={self.num_heads} query heads do not divide into groups over "
-                f"num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
         if self.rope_divisors is not None and len(self.rope_divisors) != self.head_dim // 2:
             raise ConfigError(
-                f"rope_divisors has {len(self.rope_divisors)} entries, {self.head_dim // 2} wanted"
+                f"rope_divisors must have head_dim // 2 = {self.head_dim // 2} entries, got "
+                f"{len(self.rope_divisors)}"
             )
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], *, generation: dict[str, Any] | None = None):
-        """From the contents of `config.json`, and of `generation_config.json` if there is one.
+        """Makes a config from the contents of `config.json` and `generation_config.json`, if given.
 
         Raises:
-          ConfigError: a field that this model cannot honour, or a missing one, by name.
+          ConfigError: an unsupported or missing field; the error names it.
         """
         for field, wanted in _ONLY.items():
             value = config.get(field, wanted)
@@ -138,7 +138,7 @@ class LlamaConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The inverse of `from_hf`: what `config.json` would say."""
+        """The contents of `config.json`; the inverse of `from_hf`."""
         rope: dict[str, Any] = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
@@ -184,7 +184,7 @@ def _rope_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
 
 
 def _end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """All end tokens that either file names; chat models list in one what the other lacks."""
+    """All end tokens of both files; for chat models each may lack some of the other's."""
     ids: list[int] = []
     for source in (generation, config):
         value = source.get("eos_token_id")

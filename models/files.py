@@ -24,7 +24,7 @@ _KNOWN = {
 
 
 class CheckpointError(JaxkvError):
-    """A checkpoint that is incomplete, damaged, or not what its config says."""
+    """A checkpoint that is incomplete, damaged, or does not match its config."""
 
 
 def read_config(path: str | Path) -> LlamaConfig:
@@ -75,7 +75,7 @@ class GGUFFile:
     """An opened GGUF file.
 
     Raises:
-      CheckpointError: not a GGUF file, cut short, or a tensor named twice.
+      CheckpointError: the file is not GGUF, is cut short, or names a tensor twice.
     """
 
     def __init__(self, path: Path):
@@ -84,7 +84,7 @@ class GGUFFile:
             reader = GGUFReader(path)
         except FileNotFoundError:
             raise CheckpointError(f"no such file: {path}") from None
-        except Exception as error:  # the reader raises whatever the damage trips
+        except Exception as error:  # the reader raises many types for damaged files
             raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from None
         self.fields: dict[str, Any] = {}
         for key, field in reader.fields.items():
@@ -117,7 +117,7 @@ def read_gguf_config(file: GGUFFile) -> LlamaConfig:
     unknown = [key for key in file.fields if key.startswith(prefix)
                and key.removeprefix(prefix) not in _KNOWN]  # fmt: skip
     if unknown:
-        raise ConfigError(f"{file.path}: cannot honour {', '.join(sorted(unknown))}")
+        raise ConfigError(f"{file.path}: unsupported fields: {', '.join(sorted(unknown))}")
     scaling = file.get(prefix + "rope.scaling.type", "none")
     if scaling != "none":
         raise ConfigError(f"{file.path}: {prefix}rope.scaling.type={scaling!r} is not supported")
@@ -161,7 +161,7 @@ def read_tensor(tensor: ReaderTensor) -> np.ndarray:
         return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
     except NotImplementedError:
         raise CheckpointError(
-            f"tensor {tensor.name}: cannot dequantise {tensor.tensor_type.name}"
+            f"tensor {tensor.name}: quantisation {tensor.tensor_type.name} is not supported"
         ) from None
 
 

@@ -31,11 +31,11 @@ _TOP = {
 
 
 def load_gguf(file: GGUFFile, *, dtype: Any, progress: bool = False) -> Llama:
-    """The model of a GGUF file, its tensors dequantised.
+    """Loads the model of a GGUF file; dequantises its tensors.
 
     Raises:
-      CheckpointError: tensors missing, unexpected, or of an unknown quantisation.
-      ConfigError: a config that the model cannot honour.
+      CheckpointError: missing or unexpected tensors, or an unsupported quantisation.
+      ConfigError: an unsupported config.
     """
     config = read_gguf_config(file)
     tensors: dict[str, Reader] = {}
@@ -66,7 +66,9 @@ def _reader(tensor: ReaderTensor, config: LlamaConfig, name: str) -> Reader:
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k reordered from rotating neighbours (2i, 2i + 1), as GGUF's llama does, to
-    rotating halves (i, i + head_dim / 2), as this model does."""
+    """Reorders rows of q or k for another pairing in RoPE.
+
+    GGUF's llama rotates neighbours (2i, 2i + 1), this model halves (i, i + head_dim / 2).
+    """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])  # [heads, head_dim / 2, 2, ...]
     return pairs.swapaxes(1, 2).reshape(rows.shape)

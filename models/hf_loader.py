@@ -14,25 +14,26 @@ from jaxkv.models.weights import Reader, build
 
 
 def load_hf(folder: Path, *, dtype: Any, progress: bool = False) -> Llama:
-    """The model of a Hugging Face folder.
+    """Loads the model of a Hugging Face folder.
 
     Raises:
-      CheckpointError: files or tensors missing, twice, unexpected or damaged; by name.
-      ConfigError: a config that the model cannot honour.
+      CheckpointError: missing, duplicate, unexpected or damaged files or tensors; the error names
+        them.
+      ConfigError: an unsupported config.
     """
     config = read_folder_config(folder)
     return build(config, _tensors(folder), dtype=dtype, source=str(folder), progress=progress)
 
 
 def _tensors(folder: Path) -> dict[str, Reader]:
-    """Readers of all tensors. The index, not the directory, says which files there must be."""
+    """Readers of all tensors. The index, if there is one, determines the required files."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map: dict[str, str] = read_json(index)["weight_map"]
         files = sorted(set(weight_map.values()))
         for name in files:
             if not (folder / name).exists():
-                raise CheckpointError(f"{index} names {name}, which is not there")
+                raise CheckpointError(f"{index} names {name}, which does not exist")
     else:
         weight_map = {}
         files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -48,7 +49,7 @@ def _tensors(folder: Path) -> dict[str, Reader]:
             readers[name] = _reader(folder / file, name)
     for name, file in weight_map.items():
         if found_in.get(name) != file:
-            raise CheckpointError(f"{index} says {name} is in {file}, but it is not")
+            raise CheckpointError(f"{index} maps {name} to {file}, which does not hold it")
     return readers
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with weights stored [out, in], as checkpoints have them."""
+"""Matrix products with weights stored [out, in], as in checkpoints."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _few_rows_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The same with the weight as left operand, which XLA's CPU library reads as it lies.
+    """The same product with the weight as left operand, which XLA's CPU library reads in place.
 
-    The right operand it first repacks, all of it, at every step. On two cores 30 layers of
-    SmolLM2's MLP took 24 ms so against 29 ms (8 rows) and 19 against 31 ms (2 rows); at 32 rows
-    there is nothing left to win. Without the barrier XLA turns the product round again.
+    The library repacks a right operand in full at every step. On two cores 30 layers of SmolLM2's
+    MLP took 24 ms this way against 29 ms (8 rows) and 19 against 31 ms (2 rows); at 32 rows there
+    is no gain. Without the barrier XLA swaps the operands back.
     """
     out = lax.dot_general(weight, x, (((1,), (1,)), ((), ())))
     return lax.optimization_barrier(out).T
@@ -39,11 +39,11 @@ class Linear(nnx.Module):
     """x @ weight^T + bias.
 
     Args:
-      width_in: elements of x's last axis.
-      width_out: elements of the result's.
-      bias: whether there is one.
-      dtype: of the parameters.
-      rngs: of the initial weight.
+      width_in: size of x's last axis.
+      width_out: size of the result's last axis.
+      bias: whether to add a bias.
+      dtype: element type of the parameters.
+      rngs: random streams of the initial weight.
     """
 
     def __init__(self, width_in: int, width_out: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):

@@ -1,7 +1,7 @@
 """A Llama in Flax NNX: one stack of layers, two ways to attend.
 
-`model(tokens, state, batch)` is the paged step, `model.dense(tokens)` the plain causal forward that
-training and the tests use. Both run the same layers; only the attention they are handed differs.
+`model(tokens, state, batch)` is the paged step, `model.dense(tokens)` the causal forward pass
+without a cache that training and the tests use. Both run the same layers with different attention.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, int, Any], tuple[jax.Array, 
 class Attention(nnx.Module):
     """Grouped-query attention of one layer.
 
-    One matrix makes q, k and v: rows [num_kv_heads, group + 2, head_dim], the queries of a group,
-    then the key and value that they share, so that it divides by KV heads. As three matrices the
-    projections and the MLP took 24 ms for one token of SmolLM2 on two cores, fused 20.
+    One matrix projects to q, k and v: rows [num_kv_heads, group + 2, head_dim], the queries of a
+    group, then the key and value that they share, so that it can be split by KV heads. The
+    projections and the MLP took 24 ms for one token of SmolLM2 on two cores with three matrices,
+    and 20 ms with one.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -49,7 +50,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU; one matrix makes gate and up, rows [2, intermediate_size]."""
+    """SwiGLU; one matrix projects to gate and up, rows [2, intermediate_size]."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         wide, narrow = config.intermediate_size, config.hidden_size
@@ -84,12 +85,12 @@ def _norm(config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 class Llama(nnx.Module):
-    """Llama 2/3 and its kin (SmolLM2, TinyLlama, ...).
+    """Llama 2 and 3, and models of the same architecture (SmolLM2, TinyLlama, ...).
 
     Args:
       config: shapes and constants.
-      dtype: of weights and activations.
-      rngs: of the initial weights.
+      dtype: element type of weights and activations.
+      rngs: random streams of the initial weights.
 
     Example:
       >>> from flax import nnx
@@ -124,7 +125,7 @@ class Llama(nnx.Module):
         return self.norm(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[..., vocab_size]."""
+        """Logits f32[..., vocab_size] of hidden states [..., hidden_size]."""
         tied = self.config.tie_word_embeddings
         weight = self.embed.embedding[...] if tied else self.lm_head.weight[...]
         return project(hidden, weight).astype(jnp.float32)
@@ -132,16 +133,16 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: jax.Array, state: jaxkv.PagedState, batch: jaxkv.Batch
     ) -> tuple[jax.Array, jaxkv.PagedState]:
-        """One paged step.
+        """Runs one paged step.
 
         Args:
-          tokens: i32[T], those of the batch.
+          tokens: i32[T] tokens of the batch.
           state: the cache.
-          batch: whose tokens these are, and where they stand.
+          batch: rows and positions of the tokens.
 
         Returns:
-          f32[L, vocab_size], the logits after the tokens that the batch names (each sequence's last
-          by default); and the new state.
+          f32[L, vocab_size] logits after the tokens that the batch names (by default the last token
+          of each sequence), and the new state.
         """
 
         def attend(q, k, v, layer, state):
@@ -151,7 +152,7 @@ class Llama(nnx.Module):
         return self.logits(x[batch.logit_tokens]), jaxkv.advance(state, batch)
 
     def dense(self, tokens: jax.Array) -> jax.Array:
-        """Plain causal forward without a cache: f32[batch, length, vocab_size] of i32 tokens."""
+        """Logits f32[batch, length, vocab_size] of i32 tokens, by a causal pass without a cache."""
 
         def attend(q, k, v, layer, cache):
             return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache

@@ -18,7 +18,7 @@ PARAMS = "params"
 
 
 def save_orbax(folder: Path, model: Llama, tokenizer: Tokenizer | None = None) -> None:
-    """Writes the model, and its tokenizer if given, to a new or existing folder."""
+    """Writes a model, and its tokenizer if given, to a new or existing folder."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=1))
@@ -29,11 +29,11 @@ def save_orbax(folder: Path, model: Llama, tokenizer: Tokenizer | None = None) -
 
 
 def load_orbax(folder: Path, *, dtype: Any) -> Llama:
-    """The model of an Orbax checkpoint, its weights cast to `dtype`.
+    """Loads the model of an Orbax checkpoint; casts its weights to `dtype`.
 
     Raises:
-      CheckpointError: weights missing, damaged, or not those of the config.
-      ConfigError: a config that the model cannot honour.
+      CheckpointError: weights that are missing, damaged, or do not match the config.
+      ConfigError: an unsupported config.
     """
     folder = folder.absolute()
     config = read_folder_config(folder)
@@ -59,7 +59,7 @@ def load_orbax(folder: Path, *, dtype: Any) -> Llama:
 
 
 def _check_shapes(path: Path, metadata: Any, target: Any) -> None:
-    """Before the restore: one that fails leaves an open event loop and threads behind."""
+    """Compares shapes before the restore: if that fails, it leaks an event loop and threads."""
     if metadata is None:
         raise CheckpointError(f"{path}: not an Orbax checkpoint, or a damaged one")
 
@@ -67,12 +67,12 @@ def _check_shapes(path: Path, metadata: Any, target: Any) -> None:
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         return {jax.tree_util.keystr(k, simple=True, separator="."): v.shape for k, v in leaves}
 
-    # Orbax writes the indices of a list as strings: names, not trees, are what can be compared.
+    # Orbax writes the indices of a list as strings, so names are compared instead of trees.
     saved, wanted = shapes(metadata.tree), shapes(target)
     wrong = sorted(n for n in saved | wanted if saved.get(n) != wanted.get(n))
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"{path}: {len(wrong)} of {len(wanted)} weights are not those of its config, such as "
-            f"{name}: {saved.get(name, 'missing')}, the config wants {wanted.get(name, 'none')}"
+            f"{path}: {len(wrong)} of {len(wanted)} weights do not match the config, such as "
+            f"{name}: must be {wanted.get(name, 'absent')}, got {saved.get(name, 'none')}"
         )

@@ -20,8 +20,8 @@ def inverse_frequencies(
     """f32[head_dim // 2]; radians per position of each pair of elements.
 
     Args:
-      divisors: head_dim // 2 explicit factors to divide by, as GGUF files carry them; they stand
-        in for `scaling`.
+      divisors: head_dim // 2 explicit factors to divide by, as GGUF files carry them; they
+        replace `scaling`.
     """
     inv = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if divisors is not None:
@@ -39,7 +39,7 @@ def rope_phases(positions: jax.Array, inv_freq: np.ndarray) -> tuple[jax.Array, 
     """cos and sin, f32[..., 1, head_dim // 2] with an axis for heads, of integer positions [...].
 
     Raises:
-      ValueError: positions that are not integers (a bf16 position above 256 is another position).
+      ValueError: positions that are not integers (bf16 rounds positions above 256).
     """
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions must be integers, got {positions.dtype}")

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the checkpoint's own tokenizer, through the `tokenizers` library."""
+"""Conversion of text to token ids and back, with the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Tokenizer:
     Args:
       backend: the `tokenizers` tokenizer.
       chat_template: Jinja source, or None.
-      special: names the template may use, such as bos_token.
-      bos_token_id: put before a prompt that does not bring its own; None for none.
+      special: special tokens that the template may use, by name, such as bos_token.
+      bos_token_id: id to put before a prompt that does not start with it; None to put none.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From `tokenizer.json`, with `tokenizer_config.json` and `chat_template.jinja`."""
+        """Loads `tokenizer.json`, with `tokenizer_config.json` and `chat_template.jinja`."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise JaxkvError(f"{folder} has no tokenizer.json")
@@ -76,10 +76,10 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Tokenizer:
-        """Rebuilt from the vocabulary, merges and pre-tokenizer that a GGUF file names.
+        """Rebuilds the tokenizer from the vocabulary, merges and pre-tokenizer of a GGUF file.
 
         Raises:
-          ConfigError: a tokenizer model or pre-tokenizer that is not known, by name.
+          ConfigError: an unknown tokenizer model or pre-tokenizer; the error names it.
         """
         kind, pre = file.need("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "gpt-2")
         if kind != "gpt2":
@@ -88,7 +88,7 @@ class Tokenizer:
                 "supported"
             )
         if pre not in _PRE_TOKENIZERS:
-            raise ConfigError(f"{file.path}: tokenizer.ggml.pre={pre!r}; known are "
+            raise ConfigError(f"{file.path}: tokenizer.ggml.pre={pre!r} must be one of "
                               f"{', '.join(_PRE_TOKENIZERS)}")  # fmt: skip
         patterns, ignore_merges = _PRE_TOKENIZERS[pre]
         tokens: list[str] = file.need("tokenizer.ggml.tokens")
@@ -117,7 +117,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """One token per byte; the id is the byte."""
+        """A tokenizer with one token per byte, whose id is the byte."""
         printable = pre_tokenizers.ByteLevel.alphabet()
         # GPT-2's table: bytes that print stand for themselves, others take code points from 256.
         vocab, spare = {}, 256
@@ -129,11 +129,11 @@ class Tokenizer:
         return cls(_byte_level(models.BPE(vocab, []), []))
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Token ids of text; special tokens written out in it count as such.
+        """Token ids of text; special tokens spelled out in the text are recognised.
 
         Args:
-          add_bos: start with the beginning-of-sequence token where the checkpoint wants one.
-            False for text that a chat template made.
+          add_bos: start with the beginning-of-sequence token if the checkpoint uses one. False for
+            text from a chat template.
         """
         ids = self.backend.encode(text, add_special_tokens=add_bos).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
@@ -145,14 +145,14 @@ class Tokenizer:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
     def stream(self) -> Detokenizer:
-        """For the text of tokens that come one by one."""
+        """A detokenizer for tokens that arrive one by one."""
         return Detokenizer(self)
 
     def chat(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt that the checkpoint's chat template makes of messages, ready for a reply.
+        """Renders messages with the checkpoint's chat template, as a prompt for a reply.
 
         Raises:
-          JaxkvError: no template, or one that refuses the messages.
+          JaxkvError: the checkpoint has no template, or the template rejects the messages.
         """
         if self.chat_template is None:
             raise JaxkvError("this checkpoint has no chat template; drop --chat")
@@ -170,28 +170,28 @@ class Tokenizer:
                 messages=messages, add_generation_prompt=True, **self.special
             )
         except jinja2.TemplateError as error:
-            raise JaxkvError(f"the chat template refused the messages: {error}") from None
+            raise JaxkvError(f"the chat template rejected the messages: {error}") from None
 
     def save(self, folder: Path) -> None:
-        """Writes `tokenizer.json`, and what `from_folder` needs beside it."""
+        """Writes `tokenizer.json` and the chat template, for `from_folder`."""
         self.backend.save(str(folder / "tokenizer.json"))
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template)
 
 
 class Detokenizer:
-    """Text of a growing token sequence, piece by piece; holds back half of a character.
+    """Text of a growing token sequence, piece by piece; holds back incomplete characters.
 
-    Decodes a window of recent tokens and not the whole text at every token.
+    Each token decodes a window of recent tokens, not the whole text.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._window: list[int] = []  # tokens since the last clean cut
-        self._shown = 0  # characters of the window's text given out
+        self._shown = 0  # characters of the window's text already returned
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The new text that these tokens complete."""
+        """Adds tokens and returns the text that they complete."""
         self._window.extend(token_ids)
         text = self._tokenizer.decode(self._window)
         if text.endswith("\ufffd"):
@@ -204,7 +204,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What was held back, broken characters included."""
+        """Returns the text held back, incomplete characters included."""
         text = self._tokenizer.decode(self._window)[self._shown :]
         self._window, self._shown = [], 0
         return text

@@ -1,7 +1,7 @@
 """Trains a byte-level Llama of just under a million parameters on one text file.
 
-Every step is a function of the settings, the step's number, parameters and optimizer state, so a
-run that was cut off and resumed ends bit for bit where an uninterrupted one does.
+Every step is a function of the settings, the step's number, parameters and optimizer state, so an
+interrupted and resumed run ends with the same bits as an uninterrupted one.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def tiny_config() -> LlamaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """All that determines a run.
+    """Settings that determine a run.
 
     Attributes:
       text: file to train on, read as bytes; None for the help topics that come with Python.
@@ -51,8 +51,8 @@ class TrainConfig:
       batch: windows of text per step.
       length: bytes per window.
       lr: peak learning rate, after a warm-up over a tenth of the steps.
-      seed: of the initial weights and the order of the text.
-      checkpoint_every: steps between checkpoints; the last step makes one too.
+      seed: seed of the initial weights and of the order of the text.
+      checkpoint_every: steps between checkpoints; the last step writes one too.
     """
 
     text: Path | None = None
@@ -75,12 +75,12 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """A trained model and how it got there.
+    """A trained model and its losses.
 
     Attributes:
       model: the trained model.
       losses: training loss of every step, in nats per byte.
-      held_out: (steps done, loss on the text's last tenth), some twenty times.
+      held_out: (steps done, loss on the text's last tenth), about twenty pairs.
     """
 
     model: Llama
@@ -90,7 +90,7 @@ class TrainResult:
 
 @functools.partial(jax.jit, static_argnums=0)
 def loss_fn(graph: nnx.GraphDef[Llama], params: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy, in nats, of the next tokens in i32[batch, length + 1]; model split."""
+    """Mean cross-entropy, in nats, of the next tokens in i32[batch, length + 1] tokens."""
     logits = nnx.merge(graph, params).dense(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -101,22 +101,24 @@ def train(
     """Trains a model and writes it to `out`, ready for `jaxkv.models.load`.
 
     Args:
-      config: what to train.
-      out: folder of the model, of `loss.png`, and of the run's checkpoints in `train/`.
-      resume: go on from the last checkpoint; all but `checkpoint_every` must be as it was.
+      config: settings of the run.
+      out: folder for the model, `loss.png`, and the run's checkpoints in `train/`.
+      resume: continue from the last checkpoint; all settings but `checkpoint_every` must be the
+        same.
       progress: show a progress bar on standard error.
 
     Raises:
-      ConfigError: text missing or too short; `out` taken; settings that are not the run's.
-      CheckpointError: nothing to resume, or a damaged checkpoint.
-      JaxkvError: the loss stopped being finite.
+      ConfigError: the text is missing or too short, `out` holds a run already, or the settings
+        differ from those of the run to resume.
+      CheckpointError: there is no run to resume, or its checkpoint is damaged.
+      JaxkvError: the loss is no longer finite.
     """
     text = _read_text(config)
     folder = out.absolute() / "train"
     if not resume and ((out / "config.json").exists() or any(folder.glob("*"))):
-        raise ConfigError(f"{out} already holds a model or a run; resume it or choose another")
+        raise ConfigError(f"{out} already holds a model or a run; resume it or give another folder")
     if resume and not folder.is_dir():
-        raise CheckpointError(f"nothing to resume: there is no {folder}")
+        raise CheckpointError(f"nothing to resume: {folder} does not exist")
 
     seen, rest = np.split(text, [len(text) - len(text) // 10])
     spread = np.linspace(0, len(rest) - config.length - 1, 16, dtype=int)
@@ -124,14 +126,14 @@ def train(
     graph, state = nnx.split(Llama(tiny_config(), rngs=nnx.Rngs(config.seed)))
     params = nnx.to_pure_dict(state)
     arrays = {"params": params, "optimizer": _optimizer(config).init(params)}
-    # All that the outcome depends on; of the text a digest, as the file may have moved.
+    # All settings that the result depends on; a digest of the text, as its file may have moved.
     settings = dataclasses.asdict(config) | {"text": hashlib.sha256(text).hexdigest()}
     del settings["checkpoint_every"]
     history: dict[str, Any] = {"settings": settings, "losses": [], "held_out": []}
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(2),
-        cleanup_tmp_directories=True,  # those of a run that was killed while it saved
-        enable_async_checkpointing=False,  # the next step donates what a save would still read
+        cleanup_tmp_directories=True,  # left by a run that was killed during a save
+        enable_async_checkpointing=False,  # the next step donates arrays that a save still reads
     )
     bar = Progress(console=Console(stderr=True), disable=not progress)
     with ocp.CheckpointManager(folder, options=options) as manager, bar:
@@ -163,7 +165,7 @@ def train(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _step(graph, config: TrainConfig, arrays, tokens):
-    """DONATES arrays."""
+    """One optimizer step. DONATES arrays."""
     params, state = arrays["params"], arrays["optimizer"]
     loss, grads = jax.value_and_grad(loss_fn, argnums=1)(graph, params, tokens)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
@@ -172,7 +174,7 @@ def _step(graph, config: TrainConfig, arrays, tokens):
 
 
 def _read_text(config: TrainConfig) -> np.ndarray:
-    """u8[bytes], which are the ids that `Tokenizer.bytes` would give."""
+    """u8[bytes] of the text, equal to the ids of `Tokenizer.bytes`."""
     try:
         topics = "\n".join(pydoc_data.topics.topics.values())
         data = config.text.read_bytes() if config.text else topics.encode()
@@ -184,7 +186,7 @@ def _read_text(config: TrainConfig) -> np.ndarray:
 
 
 def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> jax.Array:
-    """i32[len(starts), length + 1]: inputs and, one further on, targets."""
+    """i32[len(starts), length + 1]: inputs, and targets shifted by one."""
     return jnp.asarray(text[starts[:, None] + np.arange(length + 1)], jnp.int32)
 
 
@@ -192,18 +194,18 @@ def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
     warmup = max(1, config.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(
         config.lr / warmup, config.lr, warmup, config.steps + 1, config.lr / 10
-    )  # steps + 1: a run of one step is all warm-up, and optax wants some decay
+    )  # steps + 1: a run of one step is all warm-up, and optax requires some decay
     matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def _restore(manager: ocp.CheckpointManager, settings: dict[str, Any], like: Any):
-    """History, and arrays shaped like `like`, of the latest checkpoint."""
+    """The history and the arrays, shaped like `like`, of the latest checkpoint."""
     latest = manager.latest_step()
     if latest is None:
         raise CheckpointError(f"nothing to resume: {manager.directory} has no complete checkpoint")
-    for item in ("history", "arrays"):  # a restore that fails leaves threads behind
+    for item in ("history", "arrays"):  # a failed restore leaks threads
         if not (Path(manager.directory) / str(latest) / item).is_dir():
             raise CheckpointError(f"{manager.directory}, step {latest}: {item} is missing")
     arrays = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
@@ -229,20 +231,39 @@ def _plot(result: TrainResult, path: Path) -> None:
     figure.savefig(path)
 
 
+_HELP = {
+    "steps": "optimizer steps of the whole run",
+    "batch": "windows of text per step",
+    "length": "bytes per window",
+    "lr": "peak learning rate",
+    "seed": "seed of the initial weights and of the order of the text",
+    "checkpoint_every": "steps between checkpoints",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)  # argparse would print its usage too
+        raise ConfigError(message)  # argparse would also print its usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line and returns the exit status."""
     parser = _Parser(prog="python -m jaxkv.models.train", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("tiny-llama"), help="default: %(default)s")
-    parser.add_argument("--text", type=Path, help="default: Python's help topics")
+    parser.add_argument(
+        "--out", type=Path, default=Path("tiny-llama"), metavar="FOLDER",
+        help="folder for the model and its checkpoints (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE",
+        help="text to train on, read as bytes (default: Python's help topics)",
+    )  # fmt: skip
     for field in dataclasses.fields(TrainConfig)[1:]:
         flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
-        parser.add_argument(flag, type=kind, default=field.default, help="default: %(default)s")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+        parser.add_argument(
+            flag, type=kind, default=field.default, metavar="X" if kind is float else "N",
+            help=f"{_HELP[field.name]} (default: %(default)s)",
+        )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     try:
         options = vars(parser.parse_args(argv))
         out, resume = options.pop("out"), options.pop("resume")
@@ -251,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted; --resume continues from the last checkpoint", file=sys.stderr)
         return 130
     print(f"{out}: loss {result.losses[-1]:.3f}, held out {result.held_out[-1][1]:.3f}")
     return 0

@@ -1,7 +1,7 @@
-"""From named tensors to a model: every parameter set exactly once, every tensor accounted for.
+"""Models built from named tensors: each parameter is set once, each tensor is accounted for.
 
-Loaders read files into tensors under Hugging Face's names; this module is the one place that knows
-which parameter each name is.
+Loaders read files into tensors under Hugging Face's names; this module alone maps the names to
+parameters.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _MODULES = {
     "input_norm": "input_layernorm",
     "post_norm": "post_attention_layernorm",
 }
-# Parameters that are several of a checkpoint's tensors.
+# Parameters that fuse several of a checkpoint's tensors.
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# Buffers that old checkpoints carry and that the config determines.
+# Buffers of old checkpoints, which the config determines.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
 
 
 def hf_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Hugging Face's names of what makes up the parameter at an NNX path.
+    """Hugging Face's names of the tensors that make up the parameter at an NNX path.
 
     Example:
       >>> hf_names(("layers", 3, "mlp", "gate_up_proj", "weight"))
@@ -55,7 +55,7 @@ def hf_names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _part_shapes(path: tuple[Any, ...], shape: tuple[int, ...], c: LlamaConfig) -> list[tuple]:
-    """Shape of each of `hf_names(path)`."""
+    """Shapes of the tensors `hf_names(path)`."""
     if path[-2] == "qkv_proj":
         rows = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
     else:
@@ -65,7 +65,7 @@ def _part_shapes(path: tuple[Any, ...], shape: tuple[int, ...], c: LlamaConfig) 
 
 
 def _fuse(path: tuple[Any, ...], parts: list[np.ndarray], config: LlamaConfig) -> np.ndarray:
-    """The parameter at `path` made of its parts, in the order that its module reads."""
+    """The parameter at `path`, fused from its parts in the order that its module reads."""
     if len(parts) == 1:
         return parts[0]
     if path[-2] == "qkv_proj":  # by KV head
@@ -83,18 +83,18 @@ def build(
     source: str,
     progress: bool = False,
 ) -> Llama:
-    """A model with the weights of `tensors`, read one at a time.
+    """Builds a model with the weights of `tensors`, read one at a time.
 
     Args:
-      config: what the checkpoint says it is.
+      config: the checkpoint's config.
       tensors: readers of the checkpoint's tensors, by Hugging Face name; matrices [out, in].
-      dtype: of the model's weights and activations.
-      source: the checkpoint's name, for messages.
+      dtype: element type of the model's weights and activations.
+      source: the checkpoint's name, for error messages.
       progress: show a progress bar on standard error.
 
     Raises:
-      CheckpointError: missing or unexpected tensors, or one of the wrong shape, by name; before
-        any weight is read.
+      CheckpointError: missing or unexpected tensors, before any weight is read; or a tensor of the
+        wrong shape. The error names them.
     """
     graph, abstract = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -102,7 +102,7 @@ def build(
     leaves = list(nnx.to_flat_state(abstract))
     wanted = {name for path, _ in leaves for name in hf_names(path)}
     missing = sorted(wanted - set(tensors))
-    # A tied checkpoint may carry the head all the same; the config says that it is the embedding.
+    # A tied checkpoint may hold a head too; it is ignored, as the config ties it to the embedding.
     spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
     unexpected = sorted(name for name in set(tensors) - wanted - spare if not _IGNORED.match(name))
     if missing or unexpected:
@@ -111,7 +111,7 @@ def build(
             for kind, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
-        raise CheckpointError(f"{source}: tensors do not match its config: {'; '.join(problems)}")
+        raise CheckpointError(f"{source}: tensors do not match the config: {'; '.join(problems)}")
 
     flat = []
     for path, variable in track(
@@ -124,7 +124,7 @@ def build(
             parts.append(tensors[name]())
             if parts[-1].shape != shape:
                 raise CheckpointError(
-                    f"{source}: {name} has shape {parts[-1].shape}, its config wants {shape}"
+                    f"{source}: {name} must have shape {shape}, got {parts[-1].shape}"
                 )
         value = _fuse(path, parts, config)
         flat.append((path, variable.replace(jnp.asarray(value, dtype))))

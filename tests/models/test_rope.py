@@ -21,7 +21,7 @@ def test_phases_are_float32_whatever_the_integer(position, kind):
     np.testing.assert_allclose(np.asarray(sin)[0, 0], np.sin(angle), atol=1e-3)
 
 
-def test_float_positions_are_refused():
+def test_float_positions_are_rejected():
     with pytest.raises(ValueError, match="integers"):
         rope_phases(jnp.asarray([257.0], jnp.bfloat16), inverse_frequencies(64, 10000.0))
 

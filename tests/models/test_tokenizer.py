@@ -47,7 +47,7 @@ def test_byte_tokenizer_is_the_identity_on_bytes():
     assert tokenizer.backend.get_vocab_size() == 256
 
 
-def test_byte_tokenizer_survives_a_folder(tmp_path):
+def test_byte_tokenizer_round_trips_through_a_folder(tmp_path):
     Tokenizer.bytes().save(tmp_path)
     assert Tokenizer.from_folder(tmp_path).encode("a \u20ac") == list("a \u20ac".encode())
 
@@ -56,7 +56,7 @@ def test_byte_tokenizer_survives_a_folder(tmp_path):
     "text",
     ["caf\u00e9 \U0001f600\U0001f468\u200d\U0001f469 end", "plain text " * 9, "\u65e5\u672c"],
 )
-def test_detokenizer_gives_whole_characters_and_all_of_them(text):
+def test_detokenizer_returns_whole_characters_and_the_full_text(text):
     tokenizer = Tokenizer.bytes()
     stream = Detokenizer(tokenizer)
     pieces = [stream.push([token]) for token in tokenizer.encode(text)]

@@ -1,4 +1,4 @@
-"""The trainer: resumes bit for bit, learns, and leaves a checkpoint that loads."""
+"""The trainer: resumes bit for bit, learns, and writes a checkpoint that loads."""
 
 import dataclasses
 import shutil
@@ -125,7 +125,7 @@ def test_too_short_text(tmp_path):
         train(dataclasses.replace(CONFIG, text=text), tmp_path / "out")
 
 
-def test_diverged_run_says_so(tmp_path, monkeypatch):
+def test_diverged_run_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "_step", lambda g, c, arrays, t: (arrays, float("nan")))
     with pytest.raises(JaxkvError, match=r"loss=nan at step 1; lower lr=0.003"):
         train(CONFIG, tmp_path)
