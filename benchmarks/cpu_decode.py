@@ -3,9 +3,9 @@
     uv run benchmarks/cpu_decode.py --json out.json
     uv run benchmarks/cpu_decode.py --peer-python PYTHON --peer-gguf smollm2-f32.gguf
 
-The peer needs an environment of its own (see benchmarks/peers/llama_cpp_decode.py) and the weights
-as an F32 GGUF (tests/data/make_llama_cpp.py writes one). Every step is whole: block manager, plan,
-dispatch, forward pass, greedy choice, and the tokens back on the host.
+The peer needs its own environment (see benchmarks/peers/llama_cpp_decode.py) and the weights as an
+F32 GGUF (tests/data/make_llama_cpp.py writes one). Every step includes block manager, plan,
+dispatch, forward pass, greedy choice, and the transfer of the tokens to the host.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from jaxkv.models import default_model, load
 from jaxkv.sampling.sampler import SamplerState
 
 PEER = Path(__file__).parent / "peers" / "llama_cpp_decode.py"
-TARGETS = {1: 0.8, 8: 1.0, 32: 1.2}  # of llama.cpp's rate
+TARGETS = {1: 0.8, 8: 1.0, 32: 1.2}  # relative to llama.cpp's rate
 
 
 def contexts(start: int, end: int, window: int, count: int = 5) -> list[int]:
-    """Where the windows begin: evenly from `start` to the last that ends at `end`.
+    """Contexts at which windows begin, evenly spaced; the first at `start`, the last ends at `end`.
 
     Each is one untimed step and then `window` timed ones.
     """
@@ -57,7 +57,7 @@ def measure(model, streams: int, dtype: str, args: argparse.Namespace) -> dict:
     for context in contexts(start, end, window):
         manager = BlockManager.for_config(config)
         state = jaxkv.init_state(config)
-        # What the cached keys and values are does not change the time; that they are there does.
+        # The time depends on the number of cached keys and values, not on their values.
         ids = list(range(streams))
         rows = np.array([manager.allocate(i, np.zeros(context, int)).row for i in ids])
         for i in ids:
@@ -93,7 +93,7 @@ def measure(model, streams: int, dtype: str, args: argparse.Namespace) -> dict:
 
 
 def peer_rows(python: str, gguf: str, args: argparse.Namespace, streams: int) -> list[dict]:
-    """llama.cpp's rows, from its own environment, at F32 weights."""
+    """llama.cpp's rows, from its own environment, with F32 weights."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "peer.json"
         subprocess.run(
@@ -106,7 +106,7 @@ def peer_rows(python: str, gguf: str, args: argparse.Namespace, streams: int) ->
 
 
 def _best(rows: list[dict], engine: str, streams: int) -> tuple[float, str]:
-    """Rate and pages' dtype of an engine's fastest setting, each setting by its median round."""
+    """Rate and page dtype of an engine's fastest setting, by the median of its rounds."""
     rates: dict[str, list[float]] = {}
     for row in rows:
         if row["engine"] == engine and row["streams"] == streams:
@@ -116,13 +116,13 @@ def _best(rows: list[dict], engine: str, streams: int) -> tuple[float, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", default="1,8,32")
+    parser.add_argument("--streams", default="1,8,32", help="numbers of sequences")
     parser.add_argument("--start", type=int, default=64, help="first context, in tokens")
     parser.add_argument("--end", type=int, default=512, help="last context, in tokens")
     parser.add_argument("--window", type=int, default=24, help="timed steps at each context")
-    parser.add_argument("--rounds", type=int, default=1, help="repeat both sides in turn")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of both sides in turn")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
-    parser.add_argument("--kv-dtypes", default="float32,float16", help="of the cache's pages")
+    parser.add_argument("--kv-dtypes", default="float32,float16", help="dtypes of the pages")
     parser.add_argument("--peer-python", help="python of an environment with llama-cpp-python")
     parser.add_argument("--peer-gguf", help="SmolLM2 as an F32 GGUF")
     parser.add_argument("--json", type=Path, help="write the rows here")

@@ -1,13 +1,13 @@
-"""What the engine itself costs and saves.
+"""Costs and savings of the engine itself.
 
     uv run benchmarks/engine.py --json out.json
 
-Four questions, each answered in one run on this machine:
-  host: the host's own work for a decode step of 256 running sequences, part by part, with a model
-    so small that the device hardly matters; and for SmolLM2 its share of the step. Rounds follow
-    each other in one engine: from the second on every new block takes the place of a cached one.
-  no hits: prefix caching on against off where nothing is ever found, in turn: for SmolLM2, and for
-    the small model, whose steps are so short that it is the worst case.
+Four measurements, all in one run on this machine:
+  host: host time per decode step of 256 running sequences, by part, with a model so small that the
+    device hardly matters; and its share of the step for SmolLM2. The rounds run in one engine: from
+    the second on, every new block evicts a cached one.
+  no hits: prefix caching on against off without any hits, in turn: for SmolLM2, and for the small
+    model, whose short steps make it the worst case.
   shared: time to the first token of 32 requests that begin with the same 1,500 tokens, with prefix
     caching and without.
   beams: a beam search of width 4 against 4 independent samples, 64 tokens each, in turn.
@@ -50,7 +50,7 @@ def params_of(max_tokens: int) -> jaxkv.SamplingParams:
 
 
 def engine_of(model, *, max_len: int, seqs: int, **options) -> jaxkv.Engine:
-    """An engine of few forms, compiled."""
+    """An engine with few step shapes, compiled."""
     cache = jaxkv.CacheConfig.for_model(model.config, max_len=max_len, max_seqs=seqs)
     scheduler = jaxkv.SchedulerConfig(prefill_buckets=(256,), decode_buckets=(seqs,))
     engine = jaxkv.Engine(model, cache, scheduler, **options)
@@ -61,10 +61,10 @@ def engine_of(model, *, max_len: int, seqs: int, **options) -> jaxkv.Engine:
 def host_work(model, seqs: int, steps: int, rounds: int) -> dict:
     """Milliseconds of a decode step with `seqs` running sequences, by part.
 
-    "host_ms" is processor time of the thread that drives the engine: time in which XLA's threads,
-    or others, have its core is not its work. The parts are wall time. The quickest of several
-    rounds, since whatever else the machine does only adds to them; "rounds_ms" and "rounds" hold
-    the values of all rounds.
+    "host_ms" is processor time of the thread that drives the engine, without the time in which
+    XLA's threads or others run on its core. The parts are wall time. The result is the quickest of
+    several rounds, as other work on the machine only adds time; "rounds_ms" and "rounds" hold the
+    values of all rounds.
     """
     engine = engine_of(model, max_len=64 + steps, seqs=seqs)
     done = [host_round(engine, seqs, steps) for _ in range(rounds)]
@@ -76,7 +76,7 @@ def host_work(model, seqs: int, steps: int, rounds: int) -> dict:
 
 
 def host_round(engine: jaxkv.Engine, seqs: int, steps: int) -> dict:
-    """The means over some steps, all of them decode steps of all sequences."""
+    """Means over `steps` steps, all of them decode steps of all sequences."""
     for prompt in prompts_of(seqs, 16, engine.vocab_size, seed=engine.stats().steps):
         engine.submit(prompt, params_of(40 + steps))
     prompts, before = engine.stats().decode_steps + 5, engine.stats()
@@ -102,7 +102,7 @@ def host_round(engine: jaxkv.Engine, seqs: int, steps: int) -> dict:
 
 
 def take_turns(calls: dict, rounds: int, what: str) -> dict[str, list[float]]:
-    """Seconds of each call of a round's number, in turn; the first round is not counted."""
+    """Seconds of each call, in turn; calls get the round's number. Omits the first round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in track(range(rounds + 1), what, console=Console(stderr=True), transient=True):
         for name in sorted(calls, reverse=bool(i % 2)):
@@ -164,7 +164,7 @@ def shared_prefix(model, requests: int, length: int, rounds: int) -> dict:
     for i in range(rounds):
         tails = prompts_of(requests + 1, 16, model.config.vocab_size, seed=1 + i)
         for name, engine in engines.items():
-            # One request before: the system prompt has been seen once.
+            # One request before, so that the system prompt is cached.
             engine.generate([system + tails[-1]], params_of(4), progress=False)
             outputs = engine.generate(
                 [system + tail for tail in tails[:requests]], params_of(2), progress=False
@@ -180,9 +180,9 @@ def shared_prefix(model, requests: int, length: int, rounds: int) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=100, help="decode steps per round")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of calls in turn")
+    parser.add_argument("--requests", type=int, default=32, help="requests with a shared prefix")
     parser.add_argument("--prefix", type=int, default=1500, help="tokens of the shared prefix")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
@@ -201,17 +201,19 @@ def main() -> int:
         table.add_column(column)
     small, large = rows["host"]
     parts = ", ".join(f"{name} {ms:.3f}" for name, ms in small["parts_ms"].items())
-    table.add_row("host ms of a step, 256 sequences", f"{small['host_ms']:.3f} ({parts})",
+    table.add_row("host ms per step, 256 sequences", f"{small['host_ms']:.3f} ({parts})",
                   f"below {TARGETS['host ms']}")  # fmt: skip
-    table.add_row("the same, median of the rounds", f"{np.median(small['rounds_ms']):.3f}", "")
+    table.add_row(
+        "host ms per step, median of the rounds", f"{np.median(small['rounds_ms']):.3f}", ""
+    )
     share = large["host_ms"] / large["step_ms"]
-    table.add_row(f"its share, SmolLM2, {large['seqs']} sequences",
+    table.add_row(f"host share of it, SmolLM2, {large['seqs']} sequences",
                   f"{share:.1%} of {large['step_ms']:.0f} ms",
                   f"below {TARGETS['host share']:.0%}")  # fmt: skip
     table.add_row("caching on / off, no hits, SmolLM2", f"{rows['no hits']['ratio']:.3f}",
                   f"below {TARGETS['no hits']}")  # fmt: skip
     worst = rows["no hits, worst"]["ratio"]
-    table.add_row("the same, a step of a few ms", f"{worst:.3f}", "")
+    table.add_row("caching on / off, no hits, steps of a few ms", f"{worst:.3f}", "")
     table.add_row("4 beams / 4 samples, SmolLM2", f"{rows['beams']['ratio']:.2f}",
                   f"below {TARGETS['beams']}")  # fmt: skip
     table.add_row("first token, off / on", f"{rows['shared']['ratio']:.1f}",

@@ -2,8 +2,8 @@
 
     uv run benchmarks/hit_rates.py mooncake_conversation_trace.jsonl --json out.json
 
-The trace comes from kvcache-ai/Mooncake (FAST25-release/traces); any that `jaxkv simulate` reads
-will do.
+The trace comes from kvcache-ai/Mooncake (FAST25-release/traces). Any trace that `jaxkv simulate`
+reads can be used.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from jaxkv.manager.eviction.policies import POLICIES
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("trace")
-    parser.add_argument("--blocks", default="1000,4000,8000,16000")
-    parser.add_argument("--block-size", type=int, default=512)
-    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("trace", help="trace file, or azure-code or azure-conv")
+    parser.add_argument("--blocks", default="1000,4000,8000,16000", help="pool sizes, in blocks")
+    parser.add_argument("--block-size", type=int, default=512, help="tokens per block")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="eviction policies")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     trace = load_trace(args.trace)
@@ -42,7 +42,7 @@ def main() -> int:
         seconds[policy] = (time.perf_counter() - began) / len(sizes)
     rates["Belady"] = [belady_hit_rate(trace, n, args.block_size) for n in sizes]
     table = Table(title=f"{trace.name}: {len(trace):,} requests, blocks of {args.block_size}")
-    for column in ("policy", *(f"{n:,} blocks" for n in sizes), "s a replay"):
+    for column in ("policy", *(f"{n:,} blocks" for n in sizes), "s per replay"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for policy, row in rates.items():
         spent = f"{seconds[policy]:.1f}" if policy in seconds else "-"

@@ -1,9 +1,9 @@
-"""Time to the first output of what needs no JAX.
+"""Start-up time of commands and imports that need no JAX.
 
     uv run benchmarks/import_time.py --json out.json
 
-Starts each command in a process of its own, in turn, so that a drift of the machine's speed
-touches all alike. The figure of interest is `jaxkv --help` less the bare interpreter.
+Starts each command in its own process, in turn, so that a drift of the machine's speed affects all
+alike. The figure of interest is `jaxkv --help` less the bare interpreter.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def seconds(command: list[str]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=11, help="runs of each command")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     for command in COMMANDS.values():

@@ -1,8 +1,8 @@
-"""What the block manager's calls cost: 200,000 blocks of 16 tokens, no device.
+"""Time per call of the block manager: 200,000 blocks of 16 tokens, no device.
 
     uv run benchmarks/manager.py --json out.json
 
-The figures of nano-vllm's manager beside them were measured on two cores of the same kind.
+The figures of nano-vllm's manager in the table were measured on two cores of the same kind.
 """
 
 import argparse
@@ -35,7 +35,7 @@ FIGURES = {
 
 
 def best(run: Callable[[], object], repeat: int, per: int = 1) -> float:
-    """Median over `repeat` runs, ns per item."""
+    """Median time of `repeat` runs, in ns per item."""
     times = []
     for _ in range(repeat):
         began = time.perf_counter_ns()
@@ -59,7 +59,7 @@ def append(sequences: int, options: dict) -> float:
 
 
 def prompts(options: dict) -> dict[str, float]:
-    """Allocation without and with hits, and the end of a sequence, in a pool full of content."""
+    """Times of allocating without and with hits, and of freeing, in a pool full of content."""
     manager = BlockManager(BLOCKS, SIZE, max_seqs=64, max_blocks_per_seq=128, **options)
     rng = np.random.default_rng(0)
     contents = rng.integers(0, 50_000, (2_900, 1025)).astype(np.int32)
@@ -118,7 +118,7 @@ def bytes_of(manager: BlockManager) -> tuple[float, float]:
     """Array bytes per block and per sequence."""
     arrays = lambda o: [v for v in vars(o).values() if isinstance(v, np.ndarray)]  # noqa: E731
     pool, table = manager._pool, manager._table
-    owners = (pool, pool.tree, pool.policy.policy, pool.index)  # some arrays are two owners'
+    owners = (pool, pool.tree, pool.policy.policy, pool.index)  # some arrays have two owners
     distinct = {id(a): a.nbytes for owner in owners for a in arrays(owner)}
     per_block = sum(distinct.values()) + sys.getsizeof(pool.hashes)
     return per_block / manager.num_blocks, sum(a.nbytes for a in arrays(table)) / manager.max_seqs
@@ -127,7 +127,7 @@ def bytes_of(manager: BlockManager) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prefix-index", default="hash", choices=["hash", "radix"])
-    parser.add_argument("--eviction", default="lru")
+    parser.add_argument("--eviction", default="lru", help="eviction policy")
     parser.add_argument("--rounds", type=int, default=5, help="repeats; the figures are medians")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
@@ -146,8 +146,8 @@ def main() -> int:
         table.add_row(name, f"{value:,.0f}", f"{nano:,}" if nano else "-", f"{target:,}")
     Console().print(table)
     Console().print(
-        f"arrays: {block:.0f} bytes a block of {SIZE} tokens, {sequence:.0f} a sequence of at most "
-        "128 blocks"
+        f"arrays: {block:.0f} bytes per block of {SIZE} tokens, {sequence:.0f} per sequence of at "
+        "most 128 blocks"
     )
     if args.json:
         meta = {"python": platform.python_version(), "numpy": np.__version__,

@@ -1,9 +1,9 @@
-"""A million random operations on the block manager, its whole bookkeeping verified after each.
+"""A million random operations on the block manager, all its bookkeeping verified after each.
 
     uv run benchmarks/manager_machine.py --steps 1000000
 
-The state machine is that of the tests: both indexes, all policies, every operation, against an
-oracle in which the KV at a position is a hash of the namespace and of all tokens before it.
+Runs the state machine of the tests: both indexes, all policies, every operation, against an oracle
+in which the KV at a position is a hash of the namespace and of all tokens before it.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 
 TESTS = Path(__file__).parent.parent / "tests" / "jaxkv" / "manager"
-STEPS = 50  # of one example
+STEPS = 50  # operations per example
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=1_000_000, help="number of operations")
     args = parser.parse_args()
     sys.path.insert(0, str(TESTS))
     spec = importlib.util.spec_from_file_location("machine", TESTS / "test_manager_machine.py")
@@ -37,7 +37,7 @@ def main() -> int:
         task = progress.add_task("operations", total=args.steps)
 
         class Counted(module.Machine):
-            """Counts what it verifies."""
+            """Counts the verified operations."""
 
             def check_invariants(self, *rest, **options):
                 nonlocal verified
@@ -55,7 +55,7 @@ def main() -> int:
                 ),
             )  # fmt: skip
     seconds = time.perf_counter() - began
-    print(f"{verified:,} operations, each verified, in {seconds:,.0f} s: no fault")
+    print(f"{verified:,} operations, each verified, in {seconds:,.0f} s: no errors")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Does a decode step cost more when the pool is larger? Donation says no.
+"""Time of a decode step against the size of the pool, which donation makes irrelevant.
 
     uv run benchmarks/pool_size.py --json out.json
 
 A four-layer Llama decodes 8 sequences through pools of 48, 384 and 3072 MiB, in turn, so that a
-drift of the machine's speed touches all alike. A step that copied its pool would grow with it.
+drift of the machine's speed affects all alike. A step that copied its pool would slow down with it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CONFIG = LlamaConfig(
 
 
 def stepper(model: Llama, mebibytes: int, same: list[bool]):
-    """A function that runs one decode step on a pool of this size, and notes if it was in place."""
+    """A function that runs a decode step on a pool and records whether it was in place."""
     cache = jaxkv.CacheConfig.for_model(
         CONFIG, memory_bytes=mebibytes * 2**20, max_len=512, max_seqs=STREAMS, block_size=BLOCK
     )
@@ -62,8 +62,8 @@ def stepper(model: Llama, mebibytes: int, same: list[bool]):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default="48,384,3072", help="of the pools, in MiB")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--sizes", default="48,384,3072", help="pool sizes, in MiB")
+    parser.add_argument("--steps", type=int, default=100, help="steps per pool")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     sizes = [int(x) for x in args.sizes.split(",")]

@@ -3,11 +3,11 @@
     uv run benchmarks/serving.py --json out.json \
         --llama-cpp "/envs/llama/bin/python" --transformers "/envs/hf/bin/python" --gguf f32.gguf
 
-200 requests with the lengths of the Azure conversation trace, divided by 8, all there from the
-start, greedy, of random tokens, SmolLM2-135M in float32. jaxkv runs them by continuous batching,
-in static batches padded to the longest, and one by one. The peers run the same token ids by
-continuous batching, each in an environment of its own (see peers/), one after the other; they are
-optional. Nothing of compiling, loading and warming up is counted.
+200 requests of random tokens with the lengths of the Azure conversation trace, divided by 8, all
+submitted at the start and decoded greedily by SmolLM2-135M in float32. jaxkv runs them by
+continuous batching, in static batches padded to the longest, and one by one. The peers run the same
+token ids by continuous batching, each in its own environment (see peers/), one after the other;
+they are optional. Compiling, loading and warming up are not counted.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from jaxkv.studies.traces import load_trace
 from jaxkv.studies.workload import Workload
 
 PEERS = Path(__file__).parent / "peers"
-# None of them is the fastest everywhere, and the best peer counts.
+# No setting is the fastest everywhere; the best one counts.
 LLAMA_CPP = {"": [], ", one cache for all": ["--kv-unified"], ", flash attention": ["--flash-attn"]}
 
 
 def run_jaxkv(work: Workload, max_seqs: int, chunk: int, modes) -> list[dict]:
-    """Rows of jaxkv's modes."""
+    """Result rows of jaxkv's modes."""
     model = load(default_model(), dtype="float32", progress=True).model
     # A static batch is as long as its longest prompt and its longest output together.
     longest = max(map(len, work.prompts)) + max(work.max_tokens)
@@ -51,19 +51,19 @@ def run_jaxkv(work: Workload, max_seqs: int, chunk: int, modes) -> list[dict]:
 
 
 def run_peer(script: str, python: str, options: list[str], work: Workload, how: str = "") -> dict:
-    """A peer's row, and in its name how it was run."""
+    """Result row of a peer, with its setting in the name."""
     with tempfile.TemporaryDirectory() as folder:
         workload, out = Path(folder) / "workload.json", Path(folder) / "out.json"
         work.save(workload)
         command = [python, str(PEERS / script), "--workload", str(workload), "--json", str(out)]
         subprocess.run(command + options, check=True)
         row = json.loads(out.read_text())
-    row["settings"].pop("gguf", None)  # a path of this machine
+    row["settings"].pop("gguf", None)  # a path on this machine
     return {"name": row["version"] + how, **row}
 
 
 def agreement(rows: list[dict]) -> None:
-    """Puts in each row which share of the requests brought the same tokens as the first."""
+    """Adds to each row the share of requests with the same tokens as in the first row."""
     first = rows[0]["token_ids"]
     for row in rows:
         same = [a == b for a, b in zip(first, row.pop("token_ids"), strict=True)]
@@ -72,12 +72,12 @@ def agreement(rows: list[dict]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--scale", type=float, default=8, help="lengths are divided by it")
-    parser.add_argument("--max-seqs", type=int, default=32)
-    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of a step, at most")
-    parser.add_argument("--llama-cpp", metavar="PYTHON", help="of its environment")
-    parser.add_argument("--transformers", metavar="PYTHON", help="of its environment")
+    parser.add_argument("--requests", type=int, default=200, help="requests of the trace")
+    parser.add_argument("--scale", type=float, default=8, help="divisor of the lengths")
+    parser.add_argument("--max-seqs", type=int, default=32, help="sequences at once, at most")
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per step, at most")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="python of llama.cpp's environment")
+    parser.add_argument("--transformers", metavar="PYTHON", help="python of its environment")
     parser.add_argument("--gguf", help="the same weights in float32, for the peers")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
@@ -97,7 +97,7 @@ def main() -> int:
     agreement(rows)
     table = Table(title=f"{work.name}: {sum(map(len, work.prompts))} prompt tokens, "
                   f"{sum(work.max_tokens)} generated")  # fmt: skip
-    for column in ("", "tokens/s", "seconds", "jaxkv over it", "same tokens"):
+    for column in ("", "tokens/s", "seconds", "jaxkv / row", "same tokens"):
         table.add_column(column, justify="right" if column else "left")
     best = rows[0]["tokens_per_s"]
     for row in rows:

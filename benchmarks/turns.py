@@ -1,4 +1,4 @@
-"""What benchmarks that compare calls share: the calls take turns, and what machine it was."""
+"""Helpers of benchmarks that compare calls: timing in turn, and a record of the machine."""
 
 import os
 import platform
@@ -13,9 +13,9 @@ import numpy as np
 def median_ms[Name: Hashable](
     calls: dict[Name, Callable[[], Any]], rounds: Iterable[int]
 ) -> dict[Name, float]:
-    """Median milliseconds of each call, results awaited; each is called once in every round.
+    """Median milliseconds of each call, up to its result; each is called once in every round.
 
-    So a drift of the machine's speed touches all alike. What compiles must have been called before.
+    A drift of the machine's speed thus affects all alike. Calls that compile must have run before.
     """
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in rounds:
@@ -27,7 +27,7 @@ def median_ms[Name: Hashable](
 
 
 def machine() -> dict[str, Any]:
-    """What a result is worth nothing without."""
+    """Versions and load of the machine, to store with a result."""
     return {
         "jax": jax.__version__,
         "python": platform.python_version(),

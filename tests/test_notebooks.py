@@ -1,4 +1,4 @@
-"""The studies run as they stand, from the first cell to the last."""
+"""The notebooks run from the first cell to the last."""
 
 from pathlib import Path
 

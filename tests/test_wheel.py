@@ -134,7 +134,7 @@ def test_installed_wheel_leaves_other_models_packages_alone(tmp_path):
     python = venv / "bin" / "python"
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(venv)}))
     # The dependencies are those of this environment. Its .pth files are not read, so that an
-    # editable jaxkv in it stays out of sight.
+    # editable jaxkv in it is not found.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input")
     before = {path.name for path in site.iterdir()}

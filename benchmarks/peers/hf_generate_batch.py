@@ -1,7 +1,7 @@
-"""Measure the continuous batching of Hugging Face transformers on the CPU, in float32.
+"""Measures continuous batching in Hugging Face transformers on the CPU, in float32.
 
-Its own environment needs: torch (a CPU build), transformers==5.24.0, gguf and accelerate, which
-transformers wants for reading a GGUF file.
+Needs an environment with torch (a CPU build), transformers==5.24.0, gguf and accelerate, which
+transformers requires to read a GGUF file.
 
 Usage::
 
@@ -10,19 +10,19 @@ Usage::
 
 workload.py describes the workload file; tests/data/make_llama_cpp.py makes a float32 GGUF.
 
-This is the engine of `model.generate_batch`, with the requests given to its manager one by one,
-since generate_batch has a single max_new_tokens for all of them. A step is one forward pass over
-a token of every sequence that is decoding and prompt tokens of others, up to max_batch_tokens in
-all. Eager PyTorch: the paged cache and the scheduler are transformers' own.
+Runs the engine of `model.generate_batch`, but submits the requests to its manager one by one, since
+generate_batch has one max_new_tokens for all of them. A step is one forward pass over a token of
+every sequence that is decoding and prompt tokens of others, up to max_batch_tokens in all. Eager
+PyTorch: the paged cache and the scheduler are transformers' own.
 
 Of the attention implementations that continuous batching accepts, "sdpa" and "eager" run on a CPU.
-Both put the keys of all sequences of a step side by side, and a mask keeps each query to its own
-sequence; flash attention, which would not need that, has no CPU version that is at hand.
+Both concatenate the keys of all sequences of a step, and a mask restricts each query to its own
+sequence; flash attention, which would not need that, is not available for the CPU.
 
-"seconds" are those from the first request's submission to the last token, after a warm-up with
-other prompts; "first_token_s" counts from the same start, so that waiting for a place is part of
-it. "cpu_share" is the part of the threads' time that they got to run. Eager PyTorch has serial
-parts between its parallel operations, so it is under 1 even when nothing else uses the machine.
+"seconds" is the time from the first request's submission to the last token, after a warm-up with
+other prompts; "first_token_s" counts from the same start, so that it includes waiting. "cpu_share"
+is the fraction of the threads' time in which they ran. Eager PyTorch has serial parts between its
+parallel operations, so it is below 1 even on an idle machine.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ import workload
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 ATTENTION = {"sdpa": "sdpa", "eager": "paged|eager"}
-PAGE_SIZE = 256  # its default; keys are read token by token, whatever the page
+PAGE_SIZE = 256  # the default; keys are read token by token, whatever the page size
 
 
 def load(args: argparse.Namespace) -> transformers.PreTrainedModel:
-    """The model in float32, asserting that it is that, on the CPU, with the attention asked for."""
+    """The model, asserted to be float32, on the CPU and with the requested attention."""
     model = AutoModelForCausalLM.from_pretrained(
         args.gguf.resolve().parent,
         gguf_file=args.gguf.name,
@@ -57,7 +57,7 @@ def load(args: argparse.Namespace) -> transformers.PreTrainedModel:
 def serve(
     manager: transformers.ContinuousBatchingManager, requests: list[workload.Request]
 ) -> tuple[list[workload.Served], tuple[float, float]]:
-    """What each request got, and the wall and processor seconds of it all."""
+    """Serves all requests; returns their results and the total wall and processor seconds."""
     places: dict[str, int] = {}
     served: dict[int, workload.Served] = {}
     progress = workload.Progress(len(requests))
@@ -87,8 +87,12 @@ def serve(
 
 def main() -> None:
     parser = workload.arguments("Continuous batching of Hugging Face transformers on the CPU.")
-    parser.add_argument("--max-batch-tokens", type=int, default=512, help="most tokens of a step")
-    parser.add_argument("--attention", choices=list(ATTENTION), default="sdpa")
+    parser.add_argument(
+        "--max-batch-tokens", type=int, default=512, help="tokens per step, at most"
+    )
+    parser.add_argument(
+        "--attention", choices=list(ATTENTION), default="sdpa", help="attention implementation"
+    )
     args = parser.parse_args()
     requests = workload.read(args.workload)
     torch.set_num_threads(args.threads)
@@ -99,7 +103,7 @@ def main() -> None:
     positions = max(request.positions for request in requests)
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=args.max_seqs * -(-positions // PAGE_SIZE),  # room for all, at any time
+        num_blocks=args.max_seqs * -(-positions // PAGE_SIZE),  # enough for all at their longest
         safety_margin=0.0,
         max_batch_tokens=args.max_batch_tokens,
         max_requests_per_batch=args.max_seqs,

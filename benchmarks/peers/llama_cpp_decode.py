@@ -1,6 +1,6 @@
-"""Measure llama.cpp's batched decode speed, through llama-cpp-python's low-level API.
+"""Measures llama.cpp's batched decode speed, through llama-cpp-python's low-level API.
 
-Its own environment needs: llama-cpp-python==0.3.36 (built from source, so that it is compiled for
+Needs an environment with llama-cpp-python==0.3.36 (built from source, so that it is compiled for
 the machine it runs on) and numpy.
 
 Usage::
@@ -8,18 +8,18 @@ Usage::
     python benchmarks/peers/llama_cpp_decode.py --gguf smollm2-f32.gguf [--streams 1,8,32]
         [--context-start 64] [--context-end 512] [--threads 2] [--json rows.json]
 
-tests/data/make_llama_cpp.py makes a float32 GGUF. Every stream is a sequence of its own with
-random tokens; one step is one llama_decode of one token for each stream. Steps are measured in
-windows spread over the context range; between windows one stream is prefilled and copied to the
-others, which is not timed. "tokens_per_s" and "ms_per_step_median" are llama_decode alone; the
-"full_" numbers add fetching the logits and the argmax in NumPy. Each KV type is measured with
-flash attention off, then the faster of them with flash attention on.
+tests/data/make_llama_cpp.py makes a float32 GGUF. Every stream is its own sequence of random
+tokens; one step is one llama_decode of one token for each stream. Steps are measured in windows
+spread over the context range; between windows one stream is prefilled and copied to the others,
+which is not timed. "tokens_per_s" and "ms_per_step_median" are llama_decode alone; the "full_"
+numbers add fetching the logits and the argmax in NumPy. Each KV type is measured with flash
+attention off, then the faster of them with flash attention on.
 
-"cpu_share" is the part of the threads' time that they got to run: much under 1 means that something
-else was using the machine, and that the row should be measured again.
+"cpu_share" is the fraction of the threads' time in which they ran: much below 1 means that other
+work used the machine, and that the row should be measured again.
 
-The caches are one for each stream (kv_unified off): with a unified one every stream's attention
-runs over the cells of all streams. --kv-unified measures that instead.
+Each stream has its own cache (kv_unified off): with a unified one every stream's attention runs
+over the cells of all streams. --kv-unified measures that instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Decoder:
     ) -> None:
         params = llama_cpp.llama_context_default_params()
         # The cells are split evenly between the sequences when the cache is not unified, and
-        # llama.cpp wants each part to be a multiple of 256.
+        # llama.cpp requires each part to be a multiple of 256.
         params.n_ctx = streams * (-(-context // 256) * 256)
         params.n_batch = params.n_ubatch = UBATCH
         params.n_seq_max = streams
@@ -69,7 +69,7 @@ class Decoder:
         params.no_perf = True
         self.context = llama_cpp.llama_init_from_model(model, params)
         if not self.context:
-            raise SystemExit("llama.cpp could not make the context")
+            raise SystemExit("llama.cpp could not create the context")
         vocab = llama_cpp.llama_model_get_vocab(model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
         self.streams = streams
@@ -99,9 +99,9 @@ class Decoder:
         llama_cpp.llama_synchronize(self.context)
 
     def fill(self, length: int) -> None:
-        """Bring every stream to `length` with random tokens; no logits are computed."""
-        # A cache of its own for each stream can be copied, which saves minutes of prefill and
-        # leaves the work of a step as it is. In a unified cache a copy would share its cells.
+        """Extends every stream to `length` with random tokens; no logits are computed."""
+        # Separate caches can be copied, which saves minutes of prefill and does not change the
+        # work of a step. In a unified cache a copy would share its cells.
         streams = range(self.streams if self.unified else 1)
         chunk = max(1, UBATCH // len(streams))
         while self.length < length:
@@ -118,7 +118,7 @@ class Decoder:
             llama_cpp.llama_memory_seq_cp(memory, 0, stream, -1, -1)
 
     def step(self) -> tuple[float, float]:
-        """One token for every stream; seconds in llama_decode, and with the argmax as well."""
+        """Decodes one token per stream; returns seconds in llama_decode, and with the argmax."""
         start = time.perf_counter()
         for stream, token in enumerate(self.next):
             self._set(stream, int(token), self.length, stream, True)
@@ -150,7 +150,7 @@ def measure(
     wall_s = cpu_s = 0.0
     for context in contexts:
         decoder.fill(context - 1)
-        decoder.step()  # not timed: llama.cpp puts the copies of fill() off until this one
+        decoder.step()  # not timed: llama.cpp defers the copies of fill() to this step
         wall, cpu = time.perf_counter(), time.process_time()
         times = [decoder.step() for _ in range(args.window_steps)]
         wall_s += time.perf_counter() - wall
@@ -176,18 +176,21 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="llama.cpp's batched decode speed.")
-    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path, required=True, help="float32 weights")
     parser.add_argument("--streams", default="1,8,32", help="comma-separated numbers of streams")
-    parser.add_argument("--context-start", type=int, default=64)
-    parser.add_argument("--context-end", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--window-steps", type=int, default=24)
-    parser.add_argument("--kv-types", default="f32,f16")
-    parser.add_argument("--flash-attn", choices=["best", "all", "none"], default="best")
-    parser.add_argument("--kv-unified", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, help="write meta and rows here")
+    parser.add_argument("--context-start", type=int, default=64, help="first context, in tokens")
+    parser.add_argument("--context-end", type=int, default=512, help="last context, in tokens")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--windows", type=int, default=5, help="windows over the context range")
+    parser.add_argument("--window-steps", type=int, default=24, help="timed steps per window")
+    parser.add_argument("--kv-types", default="f32,f16", help="comma-separated cache types")
+    parser.add_argument(
+        "--flash-attn", choices=["best", "all", "none"], default="best",
+        help="cache types to measure with flash attention, too",
+    )  # fmt: skip
+    parser.add_argument("--kv-unified", action="store_true", help="one cache for all streams")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
+    parser.add_argument("--json", type=Path, default=None, help="write settings and rows here")
     args = parser.parse_args()
 
     model = load_model(args.gguf)

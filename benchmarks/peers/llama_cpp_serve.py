@@ -1,6 +1,6 @@
-"""Measure llama.cpp's continuous batching, through llama-cpp-python's low-level API.
+"""Measures continuous batching with llama.cpp, through llama-cpp-python's low-level API.
 
-Its own environment needs: llama-cpp-python==0.3.36 (built from source, so that it is compiled for
+Needs an environment with llama-cpp-python==0.3.36 (built from source, so that it is compiled for
 the machine it runs on) and numpy.
 
 Usage::
@@ -12,18 +12,18 @@ workload.py describes the workload file; tests/data/make_llama_cpp.py makes a fl
 
 It works as llama.cpp's server does: a step is one llama_decode of a batch with one token of every
 sequence that is decoding and, up to n_batch tokens in all, prompt tokens of the others, the oldest
-request first. A request that ends gives its slot to the next one. The token is NumPy's argmax
+request first. The slot of a finished request goes to the next one. The token is NumPy's argmax
 of the logits. There is no reuse of common prefixes.
 
-"seconds" are those from the first step to the last token, after a warm-up with other prompts;
-"first_token_s" counts from the same start, so that waiting for a slot is part of it. "cpu_share"
-is the part of the threads' time that they got to run: much under 1 means that something else was
-using the machine, and that it should be measured again.
+"seconds" is the time from the first step to the last token, after a warm-up with other prompts;
+"first_token_s" counts from the same start, so that it includes waiting for a slot. "cpu_share" is
+the fraction of the threads' time in which they ran: much below 1 means that other work used the
+machine, and that the run should be repeated.
 
-The caches are one for each slot (kv_unified off): with a unified one every sequence's attention
-runs over the cells of all of them. llama.cpp then cuts a batch into runs of neighbouring
-slots with equally many tokens each, so batches are ordered by slot here and the lowest free slot is
-taken first. --kv-unified measures the other way.
+Each slot has its own cache (kv_unified off): with a unified one every sequence's attention runs
+over the cells of all of them. llama.cpp then splits a batch into runs of neighbouring slots with
+equal numbers of tokens, so batches are ordered by slot here and the lowest free slot is taken
+first. --kv-unified measures a unified cache.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class Sequence:
 
     index: int
     request: workload.Request
-    length: int = 0  # positions that are in the cache, or in the batch being made
+    length: int = 0  # positions in the cache or in the present batch
     tokens: list[int] = field(default_factory=list)
 
     @property
     def next_ids(self) -> list[int]:
-        """Tokens that can be given to the model now: the rest of the prompt, or the newest one."""
+        """Tokens that are ready to be computed: the rest of the prompt, or the newest token."""
         return self.request.prompt_ids[self.length :] if not self.tokens else self.tokens[-1:]
 
 
 class Server:
-    """A llama.cpp context with `max_seqs` slots, and the loop that keeps them busy."""
+    """A llama.cpp context with `max_seqs` slots, and the loop that fills them."""
 
     def __init__(self, model: Any, positions: int, args: argparse.Namespace) -> None:
         params = llama_cpp.llama_context_default_params()
         # The cells are split evenly between the slots when the cache is not unified, and
-        # llama.cpp wants each part to be a multiple of 256.
+        # llama.cpp requires each part to be a multiple of 256.
         params.n_ctx = args.max_seqs * (-(-positions // 256) * 256)
         params.n_batch = params.n_ubatch = args.n_batch
         params.n_seq_max = args.max_seqs
@@ -73,7 +73,7 @@ class Server:
         params.no_perf = True
         self.context = llama_cpp.llama_init_from_model(model, params)
         if not self.context:
-            raise SystemExit("llama.cpp could not make the context")
+            raise SystemExit("llama.cpp could not create the context")
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self.max_seqs, self.n_batch = args.max_seqs, args.n_batch
@@ -85,7 +85,7 @@ class Server:
         llama_cpp.llama_free(self.context)
 
     def _put(self, slot: int, sequence: Sequence, count: int) -> bool:
-        """Append `count` of the sequence's next tokens; whether its logits were asked for."""
+        """Appends the sequence's next `count` tokens; returns whether logits are requested."""
         batch, ids = self.batch, sequence.next_ids
         for token in ids[:count]:
             index = batch.n_tokens
@@ -100,7 +100,7 @@ class Server:
         return count == len(ids)
 
     def _step(self, running: dict[int, Sequence]) -> list[tuple[int, int]]:
-        """One llama_decode; (slot, token) of every sequence that got one."""
+        """Runs one llama_decode; returns (slot, token) of every sequence with a new token."""
         counts = {slot: 1 for slot, sequence in running.items() if sequence.tokens}
         room = self.n_batch - len(counts)
         for slot, sequence in running.items():  # the oldest first
@@ -124,7 +124,7 @@ class Server:
     def serve(
         self, requests: list[workload.Request]
     ) -> tuple[list[workload.Served], tuple[float, float]]:
-        """What each request got, and the wall and processor seconds of it all."""
+        """Serves all requests; returns their results and the total wall and processor seconds."""
         waiting = deque(enumerate(requests))
         free = list(range(self.max_seqs))
         running: dict[int, Sequence] = {}
@@ -154,13 +154,13 @@ class Server:
 
 def main() -> None:
     parser = workload.arguments("llama.cpp's continuous batching.")
-    parser.add_argument("--n-batch", type=int, default=512, help="most tokens of a step")
-    parser.add_argument("--kv-type", choices=list(KV_TYPES), default="f32")
-    parser.add_argument("--flash-attn", action="store_true")
-    parser.add_argument("--kv-unified", action="store_true")
+    parser.add_argument("--n-batch", type=int, default=512, help="most tokens per step")
+    parser.add_argument("--kv-type", choices=list(KV_TYPES), default="f32", help="cache type")
+    parser.add_argument("--flash-attn", action="store_true", help="use flash attention")
+    parser.add_argument("--kv-unified", action="store_true", help="one cache for all slots")
     args = parser.parse_args()
     if args.n_batch < args.max_seqs:
-        parser.error(f"{args.n_batch=} has no room for a token of each of {args.max_seqs=}")
+        parser.error(f"{args.n_batch=} must be at least {args.max_seqs=}: one token per sequence")
     requests = workload.read(args.workload)
 
     model = load_model(args.gguf)

@@ -1,8 +1,8 @@
-"""What the peers that serve one workload share: its file, the warm-up, what is reported of a run.
+"""Helpers of the peers that serve a workload: its file, the warm-up, and the report of a run.
 
 A workload is a JSON file, ``{"requests": [{"prompt_ids": [...], "max_tokens": n}, ...]}``. All its
-requests are there at the start and are served in the file's order; each gets exactly max_tokens
-greedily chosen tokens, end tokens included among them.
+requests are submitted at the start and served in the file's order; each gets exactly max_tokens
+greedily chosen tokens, end tokens included.
 
 No third-party imports: this module runs in the environment of every peer.
 """
@@ -29,25 +29,25 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """Cache positions that it needs; the last token is never an input."""
+        """Number of cache positions needed; the last token is never an input."""
         return len(self.prompt_ids) + self.max_tokens - 1
 
 
 @dataclass
 class Served:
-    """A request's tokens, and the seconds from the start to the first of them."""
+    """A request's tokens, and the seconds from the start to the first token."""
 
     token_ids: list[int]
     first_token_s: float
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every peer has."""
+    """A parser with the options of all peers."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--workload", type=Path, required=True, help="workload file, JSON")
     parser.add_argument("--gguf", type=Path, required=True, help="float32 weights")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-seqs", type=int, default=32, help="sequences at a time")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--max-seqs", type=int, default=32, help="sequences at once, at most")
     parser.add_argument("--json", type=Path, default=None, help="write the result here")
     return parser
 
@@ -57,7 +57,7 @@ def read(path: Path) -> list[Request]:
     requests = [Request(row["prompt_ids"], row["max_tokens"]) for row in rows]
     for i, request in enumerate(requests):
         if not request.prompt_ids or request.max_tokens < 1:
-            raise SystemExit(f"request {i} of {path} has no prompt or asks for no token")
+            raise SystemExit(f"request {i} of {path} has an empty prompt or max_tokens below 1")
     if not requests:
         raise SystemExit(f"{path} has no requests")
     return requests
@@ -70,7 +70,7 @@ def warm_up_requests(count: int, vocab_size: int) -> list[Request]:
 
 
 class Progress:
-    """A line on standard error every few seconds."""
+    """Progress as a line on standard error every few seconds."""
 
     def __init__(self, requests: int, every_s: float = 5.0) -> None:
         self.requests = requests
@@ -79,7 +79,7 @@ class Progress:
         self.began = self.last = time.perf_counter()
 
     def finished(self) -> None:
-        """One more request has ended."""
+        """Counts a finished request."""
         self.done += 1
         now = time.perf_counter()
         if now - self.last >= self.every_s or self.done == self.requests:
@@ -89,7 +89,7 @@ class Progress:
 
 
 class Clock:
-    """Wall and processor time of this process since it was made."""
+    """Wall and processor time of this process since the creation of the object."""
 
     def __init__(self) -> None:
         self.wall, self.cpu = time.perf_counter(), time.process_time()
@@ -99,7 +99,7 @@ class Clock:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The least value that `percent` of them do not exceed (nearest rank)."""
+    """The smallest value that `percent` of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
@@ -112,10 +112,12 @@ def report(
     wall_and_cpu_s: tuple[float, float],
     settings: dict[str, Any],
 ) -> None:
-    """Print the result of a run without its tokens; write all of it to args.json, if given."""
+    """Prints the result of a run without its tokens; writes all of it to args.json, if given."""
     for i, (request, one) in enumerate(zip(requests, served, strict=True)):
         if len(one.token_ids) != request.max_tokens:
-            raise SystemExit(f"request {i}: {len(one.token_ids)} tokens, not {request.max_tokens}")
+            raise SystemExit(
+                f"request {i}: {len(one.token_ids)} tokens, expected {request.max_tokens}"
+            )
     seconds, cpu_s = wall_and_cpu_s
     generated = sum(request.max_tokens for request in requests)
     first = [one.first_token_s for one in served]

@@ -1,4 +1,4 @@
-"""Imports: light ones stay light, public names resolve, and a module has one name."""
+"""Imports: host names load no JAX, public names resolve, and a module has one name."""
 
 import ast
 import importlib
@@ -112,7 +112,7 @@ def test_help_loads_no_jax(args):
 
 
 def test_help_of_all_commands_loads_no_module_of_a_command():
-    """It is the first thing that a user runs: only the command that is named is imported."""
+    """Often the first command of a user, so that it must be quick: imports no command's module."""
     assert not loaded_by_command("--help") & {"numpy", "ml_dtypes"}
 
 
@@ -174,7 +174,7 @@ def test_module_and_script_return_the_exit_status():
 
 
 def test_a_module_has_one_identity():
-    """Through symlinks one file could be two modules, with classes that are not equal."""
+    """A file behind a symlink could be imported as two modules with different classes."""
     python(
         "-c",
         "import importlib, os, sys\n"

@@ -1,4 +1,4 @@
-"""Which room may import which: the walls that docs/architecture.md draws."""
+"""Import rules between the packages of jaxkv, as in docs/architecture.md."""
 
 import ast
 import subprocess
@@ -29,7 +29,7 @@ NEVER = [
 
 
 def imports(path: Path, *, static: bool = False) -> Iterator[str]:
-    """Dotted names that a file imports, in functions too; of type checking alone if `static`."""
+    """Dotted names that a file imports, in functions too; with type-checking ones if `static`."""
     tree = ast.parse(path.read_text())
     skipped = set()
     for node in ast.walk(tree):
@@ -57,7 +57,7 @@ def room_of(name: str) -> str | None:
 
 
 @pytest.mark.parametrize(("room", "forbidden"), NEVER, ids=[room for room, _ in NEVER])
-def test_rooms_keep_to_their_walls(room, forbidden):
+def test_rooms_import_only_what_they_may(room, forbidden):
     for path in files(room):
         for name in imports(path):
             other = room_of(name)
@@ -77,7 +77,7 @@ def test_nothing_imports_the_command_line():
 
 
 def test_no_import_of_top_level_models_or_pallas_kernels():
-    """An installed jaxkv owns one name; what stands beside it in a checkout has another use."""
+    """An installed jaxkv has one top-level name: `models` may be another package there."""
     python = [p for p in REPOSITORY.rglob("*.py") if ".venv" not in p.parts]
     assert len(python) > 100
     for path in python:
@@ -86,7 +86,7 @@ def test_no_import_of_top_level_models_or_pallas_kernels():
 
 
 def test_host_rooms_load_no_accelerator():
-    """All modules of the rooms that plan, in a process of their own."""
+    """Imports all modules of the host rooms in a separate process."""
     modules = [
         ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
         for room in HOST_ROOMS
