@@ -1,4 +1,4 @@
-"""Time of a decode step against the size of the pool, which donation makes irrelevant.
+"""Time of a decode step against the size of a donated pool.
 
     uv run benchmarks/pool_size.py --json out.json
 

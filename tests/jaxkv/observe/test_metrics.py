@@ -171,7 +171,7 @@ def parse(text):
             name, help_text = match.groups()
         elif match := re.fullmatch(r"# TYPE (\w+) (counter|gauge|histogram)", line):
             assert match[1] == name
-            assert name not in families  # a family comes in one piece
+            assert name not in families  # the lines of a family are contiguous
             families[name], current = (match[2], help_text), name
         else:
             label = r'\w+="(?:[^"\\\n]|\\["\\n])*"'
