@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Each device brings threads to the host's pool. The threads of an interpreted GPU kernel wait for
@@ -50,7 +51,7 @@ def traced_for(request):
 
 
 def small_config(**changes) -> LlamaConfig:
-    base = dict(
+    base: dict[str, Any] = dict(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
         num_kv_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=True,
     )  # fmt: skip

@@ -107,7 +107,7 @@ def changes(old: dict, new: dict, tmp_path: Path, noise: float = 0.1) -> dict[st
     for document in (old, new):
         (tmp_path / "results.json").write_text(json.dumps(document))
         results.append(compare.read(tmp_path / "results.json"))
-    return {path: verdict for verdict, path, *_ in compare.compare(*results, noise)}
+    return {path: verdict for verdict, path, *_ in compare.compare(*results, noise)}  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize("name", compare.BENCHMARKS)

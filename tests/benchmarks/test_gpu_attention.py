@@ -75,7 +75,7 @@ def test_rows_are_reported_when_their_process_ends(tmp_path, monkeypatch):
     filler = gpu_attention.Filler(args, str(tmp_path / "log"))
 
     def fill(context, form="decode"):
-        row = filler.fill(Case("jaxkv", form, context, 1))
+        row = filler.fill(Case("jaxkv", form, context, 1))  # pyright: ignore[reportArgumentType]
         return row["status"], row.get("reason")
 
     try:

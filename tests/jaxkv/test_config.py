@@ -1,10 +1,12 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxkv import CacheConfig, init_state
 from jaxkv.errors import ConfigError
 
-BASE = dict(num_layers=2, num_kv_heads=2, head_dim=8, num_blocks=5, block_size=4)
+BASE: dict[str, Any] = dict(num_layers=2, num_kv_heads=2, head_dim=8, num_blocks=5, block_size=4)
 
 
 @pytest.mark.parametrize(("dtype", "block_bytes"), [("bfloat16", 512), ("float32", 1024)])
@@ -16,7 +18,7 @@ def test_bytes_are_those_of_the_real_arrays(dtype, block_bytes):
 
 
 def test_llama_2_7b_and_grouped_queries():
-    shape = dict(num_layers=32, head_dim=128, num_blocks=2, dtype="float16")
+    shape: dict[str, Any] = dict(num_layers=32, head_dim=128, num_blocks=2, dtype="float16")
     assert CacheConfig(**shape, num_kv_heads=32).bytes_per_token == 512 * 1024
     assert CacheConfig(**shape, num_kv_heads=8).bytes_per_token == 128 * 1024
     assert CacheConfig(**shape, num_kv_heads=32, block_size=32).block_bytes == 16 * 2**20
@@ -33,11 +35,11 @@ def test_other_refusals():
     with pytest.raises(ConfigError, match="float8"):
         CacheConfig(**BASE, dtype="float8")
     with pytest.raises(ConfigError, match="null block"):
-        CacheConfig(**(BASE | {"num_blocks": 1}))
+        CacheConfig(**(BASE | {"num_blocks": 1}))  # pyright: ignore[reportArgumentType]
 
 
 def test_pages_are_numbered_in_32_bits():
-    shape = dict(num_layers=32, num_kv_heads=8, head_dim=128)
+    shape: dict[str, Any] = dict(num_layers=32, num_kv_heads=8, head_dim=128)
     most = 2**31 // 512 - 2  # and one block more, where padding points
     largest = CacheConfig(**shape, num_blocks=most)
     assert largest.pool_bytes > 2**43

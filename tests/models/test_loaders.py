@@ -251,7 +251,7 @@ def write_gguf(path, name, *, quantise=None, fields=None, architecture="llama"):
             if heads:  # halves to neighbours, the layout of GGUF's llama
                 halves = value.reshape(heads, 2, -1, *value.shape[1:])
                 value = halves.swapaxes(1, 2).reshape(value.shape)
-        if quantise is not None and value.ndim == 2 and value.shape[1] % 32 == 0:
+        if quantise is not None and value.ndim == 2 and value.shape[1] % 32 == 0:  # pyright: ignore[reportGeneralTypeIssues]
             writer.add_tensor(new, gguf.quantize(value, quantise), raw_dtype=quantise)
         else:
             writer.add_tensor(new, np.ascontiguousarray(value))

@@ -31,5 +31,5 @@ def test_frequencies_equal_hugging_face(name):
     head_dim = int(name.split("_")[0].removeprefix("head"))
     factor = int(name.split("factor")[1]) if "factor" in name else None
     scaling = factor and Llama3Scaling(factor, 1, 4, 8192)
-    got = inverse_frequencies(head_dim, 500000.0, scaling)
+    got = inverse_frequencies(head_dim, 500000.0, scaling)  # pyright: ignore[reportArgumentType]
     np.testing.assert_allclose(got, EXPECTED[name], rtol=1e-6)

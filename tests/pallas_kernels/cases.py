@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ class Case:
     layer: int
     dense: list[tuple[np.ndarray, np.ndarray]]  # K and V f32[len, H, D] of each sequence
 
-    def kwargs(self):
+    def kwargs(self) -> dict[str, Any]:
         return dict(layer=self.layer, max_query_len=self.max_query_len, kv_scales=self.scales)
 
     def args(self):
@@ -77,7 +78,7 @@ def make(
             slot = (tables[s, t // block], layer, slice(None), slice(None), t % block)
             pages[slot] = held[:, t]
             if scales is not None:
-                scales[slot] = row[:, t]
+                scales[slot] = row[:, t]  # pyright: ignore[reportPossiblyUnboundVariable]
         dense.append((kv[0], kv[1]))
     total = int(sum(counts))
     q = rng.normal(0, 1, (total + padding_tokens, heads, dim))
@@ -97,7 +98,7 @@ def make(
 def queries(case: Case, order) -> np.ndarray:
     """Indices in the batch of the queries of these sequences."""
     starts = np.asarray(case.query_start)
-    return np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
+    return np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def pick(case: Case, order) -> Case:
@@ -115,7 +116,9 @@ def pick(case: Case, order) -> Case:
         counts = np.pad(np.diff(starts)[order], (0, more))
         starts = jnp.asarray(np.pad(np.cumsum(counts), (1, 0)))
     dense = [case.dense[s] for s in order] + [tuple(x[:0] for x in case.dense[0])] * more
-    arrays = dict(q=jnp.asarray(q), tables=jnp.asarray(tables), lens=jnp.asarray(lens))
+    arrays: dict[str, Any] = dict(
+        q=jnp.asarray(q), tables=jnp.asarray(tables), lens=jnp.asarray(lens)
+    )
     return dataclasses.replace(case, **arrays, query_start=starts, dense=dense)
 
 
@@ -146,9 +149,9 @@ def means_of_positions(chunks, call, *, cached=0, room=10, **kind) -> np.ndarray
     outs, length = [], cached
     for count in chunks:
         length += count
-        more = dict(max_query_len=1)
+        more: dict[str, Any] = dict(max_query_len=1)
         if count > 1:
-            more = dict(max_query_len=10, padding_tokens=10 - count)
+            more: dict[str, Any] = dict(max_query_len=10, padding_tokens=10 - count)
         case = make([length], [count], fill=np.nan, room=room, **more, **kind)
         pages, position = np.array(case.pages), np.arange(length)
         block = pages.shape[4]
@@ -175,11 +178,13 @@ def _compiled(**static):
 def forget_programs() -> None:
     """Drops compiled programs, which also depend on the device and on patches of a test."""
     _compiled.cache_clear()
-    attend_gpu.clear_cache()
+    attend_gpu.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run(case, implementation="xla", *, sinks=None, **options):
-    static = dict(layer=case.layer, max_query_len=case.max_query_len, implementation=implementation)
+    static: dict[str, Any] = dict(
+        layer=case.layer, max_query_len=case.max_query_len, implementation=implementation
+    )
     out = _compiled(**static, **options)(case.args(), case.scales, sinks)
     return jax.tree.map(np.asarray, out)
 

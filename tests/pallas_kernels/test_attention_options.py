@@ -1,5 +1,7 @@
 """Windows, soft caps, sinks, the log-sum-exp and int8 pages, each against the dense oracle."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,7 @@ def of_kind(kind, **changes):
 ])  # fmt: skip
 def test_options_alone_and_together(implementation, kind, scale_dtype, window, soft_cap, sinks):
     case = of_kind(kind, window=window, scale_dtype=scale_dtype, fill=np.nan)
-    options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
+    options: dict[str, Any] = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     got = run(case, implementation, return_lse=True, **options)
     check(got, oracle_with_lse(case, **options))
 
@@ -61,7 +63,7 @@ def test_non_causal_queries(implementation, kind):
     case = of_kind(kind, fill=np.nan)
     if kind == "prefill":
         case = make([300, 7, 0, 40, 2], [70, 7, 5, 3, 9], fill=np.nan, padding_tokens=2)
-    options = dict(causal=False, soft_cap=0.7, sinks=SINKS)
+    options: dict[str, Any] = dict(causal=False, soft_cap=0.7, sinks=SINKS)
     check(run(case, implementation, return_lse=True, **options), oracle_with_lse(case, **options))
 
 
@@ -211,8 +213,8 @@ def test_scales_are_required_exactly_with_int8():
         paged_attention(case.q, case.pages.astype(jnp.float32), *case.args()[2:], **case.kwargs())
     for scales, message in (
         (None, "int8 pages need kv_scales of shape"),
-        (case.scales[:, :1], r"kv_scales.shape must be .*, got \(8, 1, 2, 2, 4\)"),
-        (case.scales.astype(jnp.float16), "float32 or bfloat16, got float16"),
+        (case.scales[:, :1], r"kv_scales.shape must be .*, got \(8, 1, 2, 2, 4\)"),  # pyright: ignore[reportOptionalSubscript]
+        (case.scales.astype(jnp.float16), "float32 or bfloat16, got float16"),  # pyright: ignore[reportOptionalMemberAccess]
     ):
         case.scales = scales
         with pytest.raises(ValueError, match=message):
@@ -238,7 +240,7 @@ def test_any_ragged_batch_with_any_options(pairs, block, window, soft_cap, sunk,
     counts = [min(pair) for pair in pairs]
     case = make(lens, counts, block=block, seed=seed, fill=np.nan, window=window,
                 scale_dtype=jnp.float32 if int8 else None)  # fmt: skip
-    options = dict(window=window, soft_cap=soft_cap, sinks=SINKS if sunk else None)
+    options: dict[str, Any] = dict(window=window, soft_cap=soft_cap, sinks=SINKS if sunk else None)
     check(run(case, return_lse=True, **options), oracle_with_lse(case, **options), 5e-5)
 
 
@@ -276,7 +278,7 @@ def test_rejects_queries_that_do_not_fit():
         (dict(max_query_len=1), "max_query_len=1 with 6 queries of 2 sequences"),
         (dict(q=case.q.astype(jnp.int32)), "floating-point dtype, got int32"),
     ):
-        wrong = Case(**(vars(case) | changes))
+        wrong = Case(**(vars(case) | changes))  # pyright: ignore[reportArgumentType]
         with pytest.raises(ValueError, match=message):
             paged_attention(*wrong.args(), **wrong.kwargs())
 
@@ -287,7 +289,7 @@ def test_python_and_numpy_numbers():
     args = [case.q, case.pages, *(np.asarray(x).tolist() for x in case.args()[2:])]
     args[3] = [np.int64(n) for n in args[3]]
     got = paged_attention(
-        *args, layer=np.int64(1), max_query_len=np.int32(3), scale=np.float64(8**-0.5),
-        window=np.int16(4), soft_cap=np.float32(2), implementation="xla",
+        *args, layer=np.int64(1), max_query_len=np.int32(3), scale=np.float64(8**-0.5),  # pyright: ignore[reportArgumentType]
+        window=np.int16(4), soft_cap=np.float32(2), implementation="xla",  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     np.testing.assert_allclose(got, want, atol=1e-6)

@@ -5,6 +5,7 @@ the other rows, their columns hold random ids.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
-OPTIONS = dict(soft_cap=0.7, sinks=SINKS)
+OPTIONS: dict[str, Any] = dict(soft_cap=0.7, sinks=SINKS)
 
 
 def make_shared(lens, counts, group_start, shared_blocks, *, fill=np.nan, rubbish=True, **kind):
@@ -42,12 +43,12 @@ def make_shared(lens, counts, group_start, shared_blocks, *, fill=np.nan, rubbis
 
 
 STATIC = ("layer", "max_query_len", "soft_cap", "implementation", "return_lse", "interpret")
-jitted = jax.jit(cascade_attention, static_argnames=STATIC, compiler_options=QUICK)
+jitted: Any = jax.jit(cascade_attention, static_argnames=STATIC, compiler_options=QUICK)
 
 
-def run(case: Case, groups, implementation="xla", call=jitted, **options):
-    options = dict(implementation=implementation, return_lse=True) | options
-    out = call(*case.args(), **case.kwargs(), **groups, **options)
+def run(case: Case, groups, implementation="xla", call: Any = jitted, **options):
+    usual: dict[str, Any] = dict(implementation=implementation, return_lse=True)
+    out = call(*case.args(), **case.kwargs(), **groups, **(usual | options))
     return jax.tree.map(np.asarray, out)
 
 
@@ -97,7 +98,7 @@ def test_groups(name):
             [*starts, *starts[-1:] * (5 - len(starts))],
             [*blocks, *[0] * (4 - len(blocks))],
         )
-    check(*make_shared(lens, counts, starts, blocks, **shapes), **OPTIONS)
+    check(*make_shared(lens, counts, starts, blocks, **shapes), **OPTIONS)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", ["two groups", "chunks"])
@@ -142,7 +143,7 @@ def test_xla_is_the_reference_on_random_groups(data):
         padding_tokens=0 if decode else 20 - sum(counts), max_query_len=1 if decode else 5,
     )  # fmt: skip
     case.pages = jnp.pad(case.pages, ((0, 60 - len(case.pages)), *((0, 0),) * 5))
-    groups = dict(
+    groups: dict[str, Any] = dict(
         group_start=np.pad(starts, (0, 5 - len(starts)), mode="edge"),
         shared_blocks=np.pad(shared, (0, 4 - len(shared))),
     )
@@ -186,7 +187,7 @@ def test_decode_on_the_gpu(splits, kind, monkeypatch):
     blocks = 192 // kind["block"]
     case, groups = make_shared([193, 270, 20], [1] * 3, [0, 2, 2], [blocks, 0], dtype=jnp.bfloat16,
                                **kind)  # fmt: skip
-    options = dict(sinks=SINKS[: kind["heads"]], soft_cap=1.5)
+    options: dict[str, Any] = dict(sinks=SINKS[: kind["heads"]], soft_cap=1.5)
     check_gpu(case, groups, **options)
 
 
@@ -236,9 +237,9 @@ def test_groups_change_without_retracing():
 def test_other_integer_types_give_the_same_result():
     case, groups = make_shared(*CASES["two groups"])
     want = run(case, groups)
-    case.lens = np.asarray(case.lens).astype("int16")
-    case.query_start = np.asarray(case.query_start).astype("uint32")
-    groups = dict(
+    case.lens = np.asarray(case.lens).astype("int16")  # pyright: ignore[reportAttributeAccessIssue]
+    case.query_start = np.asarray(case.query_start).astype("uint32")  # pyright: ignore[reportAttributeAccessIssue]
+    groups: dict[str, Any] = dict(
         group_start=groups["group_start"].astype("uint32"),
         shared_blocks=groups["shared_blocks"].astype("int16"),
     )
@@ -273,6 +274,8 @@ def test_rejects_a_window():
 ])  # fmt: skip
 def test_rejects_groups_that_do_not_fit(starts, blocks, message):
     case, _ = make_shared(*CASES["one group"])
-    groups = dict(group_start=np.array(starts), shared_blocks=np.array(blocks, np.int32))
+    groups: dict[str, Any] = dict(
+        group_start=np.array(starts), shared_blocks=np.array(blocks, np.int32)
+    )
     with pytest.raises(ValueError, match=message):
         run(case, groups, call=cascade_attention)

@@ -1,5 +1,7 @@
 """Page formats: one table, read by the configuration, the state, kernels and writes."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from jaxkv import CacheConfig, ConfigError, init_state
 from jaxkv.pallas_kernels.formats import FORMATS, check_scales, dequantise, format_of, quantise
 
-SIZES = dict(num_layers=2, num_kv_heads=3, head_dim=8, num_blocks=4, block_size=16)
+SIZES: dict[str, Any] = dict(num_layers=2, num_kv_heads=3, head_dim=8, num_blocks=4, block_size=16)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -5,6 +5,8 @@ millisecond, so shapes are small and chosen to reach each branch; tests that dif
 one size only are marked `slow`.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,8 +49,11 @@ def check(case, tolerance=2e-2, **options):
 
 def paged(lens, counts=None, **kind):
     """A decode step, or a prefill step of `counts` queries."""
-    kind = dict(dtype=jnp.bfloat16, dim=128, block=16, heads=4, kv_heads=1, fill=np.nan) | kind
-    kind = dict(max_query_len=None if counts else 1) | kind
+    usual: dict[str, Any] = dict(
+        dtype=jnp.bfloat16, dim=128, block=16, heads=4, kv_heads=1, fill=np.nan,
+        max_query_len=None if counts else 1,
+    )  # fmt: skip
+    kind = usual | kind
     return make(lens, counts or [1] * len(lens), **kind)
 
 
@@ -141,7 +146,7 @@ def test_prefill_tiles_of_two_warpgroups():
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [256, *slow(64)])
 def test_prefill_options(dim):
-    options = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
+    options: dict[str, Any] = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
     check(paged([200, 30], [140, 30], dim=dim, heads=1, window=50), **options)
 
 
@@ -201,7 +206,7 @@ def test_ampere_prefill(block, ampere):
 
 @pytest.mark.slow
 def test_ampere_prefill_options(ampere):
-    options = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
+    options: dict[str, Any] = dict(window=50, soft_cap=1.5, sinks=SINKS[:1])
     check(paged([200, 30], [140, 30], dim=128, heads=1, window=50), **options)
 
 
@@ -271,7 +276,9 @@ def test_rows_depend_on_their_own_tokens_alone(decode, generation):
 @pytest.mark.parametrize("chunks", [[[1] * 10], [[10], [4, 6], [3, 4, 3]]])
 @pytest.mark.parametrize("cached", [0, *slow(60)])  # 60: across the edge of a block and a tile
 def test_position_9_of_a_window_of_4_sees_6_to_9(cached, chunks, generation):
-    kind = dict(dtype=jnp.bfloat16, dim=64, block=64, heads=1, kv_heads=1, room=cached + 10)
+    kind: dict[str, Any] = dict(
+        dtype=jnp.bfloat16, dim=64, block=64, heads=1, kv_heads=1, room=cached + 10
+    )
     for parts in chunks:
         means = means_of_positions(
             parts, lambda case: run_kernel(case, window=4)[0], cached=cached, **kind
@@ -288,7 +295,7 @@ def test_only_pages_with_visible_tokens_are_read(block, window):
     first = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
     reader = PageReader.of(jnp.zeros((1, 1, 2, 1, block, 8)), None, jnp.int32(0), stages=2)
     pages = Pages(None, None, None, np.arange(50)[None])
-    span = Span(0, 0, *(jnp.asarray(x, jnp.int32) for x in (first, length, length)), None, None)
+    span = Span(0, 0, *(jnp.asarray(x, jnp.int32) for x in (first, length, length)), None, None)  # pyright: ignore[reportCallIssue]
     read = np.zeros((len(length), 50), bool)
     for tile in range(-(-300 // TILE)):
         inside = np.flatnonzero((tile * TILE < length) & ((tile + 1) * TILE > first))

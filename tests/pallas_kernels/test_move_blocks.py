@@ -72,6 +72,7 @@ def test_writes_are_in_place(count, heads):
         pool = jax.ShapeDtypeStruct((num_blocks, *block), jnp.float32)
         compiled = jax.jit(f, donate_argnums=0).lower(pool, *rest).compile()
         analysis = compiled.memory_analysis()
+        assert analysis is not None
         assert analysis.alias_size_in_bytes == np.prod(pool.shape) * 4
         return analysis.temp_size_in_bytes
 
@@ -102,7 +103,7 @@ def test_heads_divided_over_devices_stay_on_their_device(heads, traced_for):
         (copy_blocks, pool, ids, ids), (write, pool, kv, kv, ids, ids),
     ):  # fmt: skip
         compiled = jax.jit(f).lower(*args).compile()
-        assert not re.search(r"all-|collective-|reduce-scatter", compiled.as_text())
+        assert not re.search(r"all-|collective-|reduce-scatter", compiled.as_text())  # pyright: ignore[reportArgumentType, reportCallIssue]
         assert compiled.output_shardings.is_equivalent_to(divided, 6)
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def test_rejects_head_counts_that_do_not_divide(heads, kv_heads):
 def test_unused_slots_change_nothing(implementation, fill, decode, scale_dtype):
     """With int8 pages, the scales of unused slots."""
     counts = [1, 1, 1] if decode else [13, 2, 5]
-    kind = dict(max_query_len=1 if decode else None, scale_dtype=scale_dtype)
+    kind: dict[str, Any] = dict(max_query_len=1 if decode else None, scale_dtype=scale_dtype)
     clean, dirty = make([13, 4, 7], counts, **kind), make([13, 4, 7], counts, fill=fill, **kind)
     out = run(clean, implementation)
     assert np.isfinite(out).all()
@@ -119,7 +120,7 @@ def test_a_row_in_a_batch_of_one():
     out = run(case)
     for s in range(3):
         some = pick(case, [s])
-        one = dict(q=some.q[:1], tables=some.tables[:1], lens=some.lens[:1])
+        one: dict[str, Any] = dict(q=some.q[:1], tables=some.tables[:1], lens=some.lens[:1])
         alone = dataclasses.replace(some, **one, query_start=some.query_start[:2])
         np.testing.assert_allclose(run(alone), out[s : s + 1], atol=1e-6)
 
@@ -159,7 +160,7 @@ def test_decode_over_block_edges_in_a_dirty_pool(implementation, block):
 @pytest.mark.parametrize(("counts", "padding"), [(3, 0), (3, 1), (1, 0), (8, 0)])
 def test_few_queries_over_many_keys_is_the_end_of_full_causal(counts, padding):
     full = make([8], [8], seed=3, fill=np.nan)
-    more = dict(padding_tokens=padding, max_query_len=max(counts + padding, 2))
+    more: dict[str, Any] = dict(padding_tokens=padding, max_query_len=max(counts + padding, 2))
     part = make([8], [counts], seed=3, fill=np.nan, **more)
     part.q = part.q.at[:counts].set(full.q[8 - counts :])
     want = run(full)[8 - counts :]
@@ -258,7 +259,7 @@ def test_memory_does_not_grow_with_the_table():
         f = jax.jit(lambda *a: paged_attention(*a, layer=0, implementation="xla"))
         lowered = f.lower(spec((4, 4, 8), jnp.float32), spec((64, 1, 2, 2, 4, 8), jnp.float32),
                           spec((4, columns), jnp.int32), spec((4,), jnp.int32))  # fmt: skip
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        return lowered.compile().memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
 
     tables_alone = 4 * 4 * 2048 * 4  # a few i32 copies of the wider table
     assert temp(2048) - temp(64) < tables_alone

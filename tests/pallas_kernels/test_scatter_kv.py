@@ -37,6 +37,7 @@ def test_in_place(tokens, heads):
     spec = jax.ShapeDtypeStruct
     args = (spec((tokens, heads, 8), jnp.float32),) * 2 + (spec((tokens,), jnp.int32),) * 2
     analysis = step.lower(spec(shape, jnp.float32), *args, layer=1).compile().memory_analysis()
+    assert analysis is not None
     assert analysis.alias_size_in_bytes == np.prod(shape) * 4
     assert analysis.temp_size_in_bytes < np.prod(shape)
     pages = jnp.zeros(shape)
@@ -79,7 +80,7 @@ def test_int8_in_place():
     analysis = both.lower(
         spec(SHAPE, jnp.int8), spec(SHAPE[:-1], jnp.float32), *args
     ).compile().memory_analysis()  # fmt: skip
-    assert analysis.alias_size_in_bytes == np.prod(SHAPE) + np.prod(SHAPE[:-1]) * 4
+    assert analysis.alias_size_in_bytes == np.prod(SHAPE) + np.prod(SHAPE[:-1]) * 4  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_scales_are_required_exactly_with_int8():

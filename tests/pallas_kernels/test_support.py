@@ -1,6 +1,7 @@
 import itertools
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -41,23 +42,26 @@ def test_unsupported_calls_of_the_gpu_kernel_have_a_reason(call, reason):
 
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL])
 def test_the_gpu_kernel_supports_hopper_and_blackwell(gpu):
-    float_pages = dict(dtype=jnp.bfloat16, query_dtype=jnp.bfloat16)
+    float_pages: dict[str, Any] = dict(dtype=jnp.bfloat16, query_dtype=jnp.bfloat16)
     for head_dim, block_size in itertools.product(support.HEAD_DIMS, support.BLOCK_SIZES):
-        call = dict(head_dim=head_dim, block_size=block_size, group=16, **gpu, **float_pages)
+        call: dict[str, Any] = dict(
+            head_dim=head_dim, block_size=block_size, group=16, **gpu, **float_pages
+        )
         assert supports("mosaic_gpu", **call) == (True, "")
-    int8_pages = dict(dtype=jnp.int8, query_dtype=jnp.bfloat16, form="decode")
-    call = dict(head_dim=128, block_size=64, **gpu, **int8_pages)
+    int8_pages: dict[str, Any] = dict(dtype=jnp.int8, query_dtype=jnp.bfloat16, form="decode")
+    call: dict[str, Any] = dict(head_dim=128, block_size=64, **gpu, **int8_pages)
     assert supports("mosaic_gpu", **call) == (True, "")
 
 
 def test_the_gpu_kernel_supports_ampere():
-    for kind in (
+    kinds: tuple[dict[str, Any], ...] = (
         dict(head_dim=256, form="decode"),
         dict(head_dim=128, form="prefill", causal=True),
         dict(head_dim=64, form="prefill", causal=False),
         dict(head_dim=128, form="decode", dtype=jnp.int8, block_size=64),
-    ):
-        assert supports("mosaic_gpu", group=16, **(AMPERE | kind)) == (True, "")
+    )
+    for kind in kinds:
+        assert supports("mosaic_gpu", group=16, **(AMPERE | kind)) == (True, "")  # pyright: ignore[reportArgumentType]
 
 
 def test_an_unknown_implementation_has_a_reason():
@@ -96,7 +100,7 @@ def test_supported_gpus_select_the_kernel(device, compute_capability):
 
 
 def test_the_default_implementation_runs():
-    run(make([9], [1], max_query_len=1), None)
+    run(make([9], [1], max_query_len=1), None)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_documentation_has_the_table():

@@ -1,6 +1,7 @@
 """What `jaxkv.attention` hands on: the options, and the scales of int8 pages."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ CONFIG = jaxkv.CacheConfig(
     num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=6, block_size=4, max_seqs=2,
     max_blocks_per_seq=3, dtype="float32",
 )  # fmt: skip
-OPTIONS = dict(window=3, soft_cap=1.5, sinks=jnp.array([0.5, -1.0, 2.0, 0.0]), scale=0.3)
+OPTIONS: dict[str, Any] = dict(
+    window=3, soft_cap=1.5, sinks=jnp.array([0.5, -1.0, 2.0, 0.0]), scale=0.3
+)
 
 
 def cache(int8: bool):
@@ -53,7 +56,7 @@ def test_options_and_scales_reach_the_kernel(rng, int8):
     for start, end in ((0, 5), (5, 8), (8, 9)):
         batch = Batch.ragged([1], [start], [end - start], num_tokens=5, num_seqs=2, padding_row=2)
         padded = [jnp.asarray(np.resize(x[start:end], (5, *x.shape[1:]))) for x in (q, k, v)]
-        out, state = attention(*padded, state, 0, batch, **OPTIONS)
+        out, state = attention(*padded, state, 0, batch, **OPTIONS)  # pyright: ignore[reportCallIssue]
         outs.append(out[: end - start])
     want = dense(q, k, v, **OPTIONS)
     # An element is off by half a scale of about 2 / 127, a logit by a few times that.
@@ -63,11 +66,11 @@ def test_options_and_scales_reach_the_kernel(rng, int8):
 
 def test_copies_take_the_scales_along():
     state = cache(int8=True)
-    state = dataclasses.replace(state, kv_scales=state.kv_scales.at[4].set(0.5))
+    state = dataclasses.replace(state, kv_scales=state.kv_scales.at[4].set(0.5))  # pyright: ignore[reportOptionalMemberAccess]
     empty = np.zeros((0, 3), np.int32)
     plan = Plan(copies=np.array([[4, 1]], np.int32), cells=empty, lengths=empty[:, :2])
     state = apply_plan(state, plan)
-    assert (state.kv_scales[1] == 0.5).all()
+    assert (state.kv_scales[1] == 0.5).all()  # pyright: ignore[reportOptionalSubscript]
 
 
 jitted = jax.jit(attention, static_argnums=4, compiler_options=QUICK)
@@ -124,12 +127,12 @@ def test_positions_of_other_types(rng, kind):
         with pytest.raises(ValueError, match="positions must be integers, got float32"):
             step(rows, of_kind(positions))
         with pytest.raises(ValueError, match="positions must be integers, got float32"):
-            Batch.decode(rows, of_kind(positions), num_seqs=2, padding_row=2)
+            Batch.decode(rows, of_kind(positions), num_seqs=2, padding_row=2)  # pyright: ignore[reportArgumentType]
         return
     got = step(of_kind(rows), of_kind(positions))
     for x, y in zip(got, step(rows, positions), strict=True):
         np.testing.assert_array_equal(x, y)
-    batch = Batch.decode(of_kind(rows), of_kind(positions), num_seqs=2, padding_row=2)
+    batch = Batch.decode(of_kind(rows), of_kind(positions), num_seqs=2, padding_row=2)  # pyright: ignore[reportArgumentType]
     np.testing.assert_array_equal(batch.positions, positions)
 
 
@@ -138,7 +141,7 @@ def test_positions_that_do_not_fit_32_bits():
     with pytest.raises(ValueError, match="positions holds 4294967302, which does not fit 32 bits"):
         Batch.decode(np.array([1]), far, num_seqs=1, padding_row=2)
     with pytest.raises(ValueError, match="starts holds 4294967302"):
-        Batch.ragged([1], far, [1], num_tokens=1, num_seqs=1, padding_row=2)
+        Batch.ragged([1], far, [1], num_tokens=1, num_seqs=1, padding_row=2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="positions holds 4294967302"):
-        attention(*[jnp.zeros((1, 2, 8))] * 3, cache(False), 0,
-                  Batch(np.array([1]), far, np.array([0, 1]), 1))  # fmt: skip
+        attention(*[jnp.zeros((1, 2, 8))] * 3, cache(False), 0,  # pyright: ignore[reportCallIssue]
+                  Batch(np.array([1]), far, np.array([0, 1]), 1))  # fmt: skip  # pyright: ignore[reportCallIssue]

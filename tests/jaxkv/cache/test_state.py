@@ -1,6 +1,7 @@
 """The device state: donation, plans, padding, and what a stale state says."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def test_the_step_updates_the_pool_in_place(small_model, num_seqs):
     assert state.kv_pages.unsafe_buffer_pointer() == pointer
     assert old.kv_pages.is_deleted()
     step, args = make_steps(small_model).decode, decode_args(config, rows, 20, 1)
-    compiled = step.func.lower(*step.args, state, *args, num_steps=3).compile()
+    compiled = step.func.lower(*step.args, state, *args, num_steps=3).compile()  # pyright: ignore[reportFunctionMemberAccess]
     assert compiled.memory_analysis().alias_size_in_bytes >= config.pool_bytes
     assert compiled.memory_analysis().temp_size_in_bytes < config.pool_bytes
 
@@ -208,7 +209,7 @@ def test_attention_refuses_shapes_that_do_not_fit(small_model, bad):
     _, _, state, rows = setup(small_model)
     q, kv = jnp.ones((1, 4, 8)), jnp.ones((1, 2, 8))
     batch = Batch.decode(np.array(rows), np.array([0]), num_seqs=1, padding_row=4)
-    args = dict(q=q, k=kv, v=kv, layer=0)
+    args: dict[str, Any] = dict(q=q, k=kv, v=kv, layer=0)
     args |= dict(layer=dict(layer=2), k=dict(k=jnp.ones((1, 2, 4))), v=dict(v=jnp.ones((2, 2, 8))),
                  heads=dict(q=jnp.ones((1, 3, 8))))[bad]  # fmt: skip
     with pytest.raises(ValueError, match=r"layer|must be|grouped"):

@@ -1,6 +1,7 @@
 """Engines over one small model and one shape of cache, so that tests share what is compiled."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,12 @@ def engine_of(model, blocks=40, *, scheduler=None, max_seqs=MAX_SEQS, block_size
         model.config, max_len=MAX_LEN, block_size=block_size, max_seqs=max_seqs, num_blocks=65
     )
     scheduler = dataclasses.replace(SCHEDULER, **(scheduler or {}))
-    own = {name: options.pop(name) for name in ("eos_token_ids", "tokenizer") if name in options}
+    own: dict[str, Any] = {"eos_token_ids": ()} | {
+        name: options.pop(name) for name in ("eos_token_ids", "tokenizer") if name in options
+    }
     small = dataclasses.replace(cache, num_blocks=blocks + 1)
     manager = BlockManager.for_config(small, debug=True, **options)
-    return Engine(model, cache, scheduler, seed=3, manager=manager, **{"eos_token_ids": ()} | own)
+    return Engine(model, cache, scheduler, seed=3, manager=manager, **own)
 
 
 def greedy(max_tokens, **changes):

@@ -2,6 +2,7 @@
 
 import asyncio
 import heapq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,9 +249,12 @@ def test_beams_that_are_aborted_or_never_fit(small_model):
         engine.submit([1], BeamSearchParams(width=9, max_tokens=4))
     with pytest.raises(ConfigError, match="may need 25 blocks, the pool has 12"):
         engine.submit(prompt_of(6), BeamSearchParams(width=4, max_tokens=20))
-    for changes in (dict(width=0), dict(max_tokens=0), dict(length_penalty=float("nan"))):
+    wrong: tuple[dict[str, Any], ...] = (
+        dict(width=0), dict(max_tokens=0), dict(length_penalty=float("nan")),
+    )  # fmt: skip
+    for changes in wrong:
         with pytest.raises(ConfigError, match=next(iter(changes))):
-            BeamSearchParams(**changes)
+            BeamSearchParams(**changes)  # pyright: ignore[reportArgumentType]
 
 
 # -- coroutines ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Requests through an engine against a dense forward of the same weights, and what goes wrong."""
 
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -121,7 +122,7 @@ def test_nothing_compiles_after_the_first_time(small_model):
 
 def test_nothing_at_all_compiles_after_a_warm_up(small_model):
     """Samples, forks, beams' rows, preemption, aborts, drafts; both kinds of dispatch."""
-    scheduler = dict(decode_steps_per_dispatch=2, decode_buckets=(1, 4))
+    scheduler: dict[str, Any] = dict(decode_steps_per_dispatch=2, decode_buckets=(1, 4))
     engine = engine_of(small_model, blocks=20, scheduler=scheduler)
     state = np.asarray(engine._device.state.kv_pages)
     assert engine.warm_up(drafts=True, progress=False) > 0
@@ -132,7 +133,7 @@ def test_nothing_at_all_compiles_after_a_warm_up(small_model):
         if name == "/jax/core/compile/backend_compile_duration":
             compiled.append(seconds)
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(listen)  # pyright: ignore[reportArgumentType]
     try:
         for i in range(150):
             if rng.random() < 0.3:
@@ -150,7 +151,7 @@ def test_nothing_at_all_compiles_after_a_warm_up(small_model):
             engine.drain()
         run(engine)
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        jax.monitoring.unregister_event_duration_listener(listen)  # pyright: ignore[reportArgumentType]
     assert not compiled
     assert engine.stats().preemptions > 0
 
@@ -178,13 +179,13 @@ def test_decode_buckets_that_cannot_be(small_model, buckets):
 def test_a_step_that_cannot_be_sent_says_nothing_of_those_that_wait(small_model):
     engine = engine_of(small_model)
     ids = [engine.submit(prompt_of(2, i), greedy(3)) for i in range(6)]  # 4 at a time
-    send, engine._device.send = engine._device.send, None
+    send, engine._device.send = engine._device.send, None  # pyright: ignore[reportAttributeAccessIssue]
     outputs = engine.step()
     engine._device.send = send
     outputs += run(engine).values()
     errors = {output.request_id: output.error for output in outputs if output.finished}
     assert [errors[i] is None for i in ids] == [False] * 4 + [True] * 2
-    assert all("TypeError" in errors[i] for i in ids[:4])
+    assert all("TypeError" in errors[i] for i in ids[:4])  # pyright: ignore[reportOperatorIssue]
 
 
 def test_an_idle_step_does_nothing(small_model):
@@ -232,10 +233,10 @@ def test_text_and_stop_texts(small_model):
             assert "".join(pieces) == output.text
             assert stop not in output.text or extra
         if extra:  # the text came too early to stop it
-            assert output.finish_reason == "length" or stop in text[at + 3 :]
+            assert output.finish_reason == "length" or stop in text[at + 3 :]  # pyright: ignore[reportPossiblyUnboundVariable]
         else:
-            assert (output.text, output.finish_reason) == (text[:at], "stop")
-            assert len(output.token_ids) == at + 3
+            assert (output.text, output.finish_reason) == (text[:at], "stop")  # pyright: ignore[reportPossiblyUnboundVariable]
+            assert len(output.token_ids) == at + 3  # pyright: ignore[reportPossiblyUnboundVariable]
     verify_idle(engine)
 
 
@@ -256,11 +257,11 @@ def test_log_probabilities(small_model):
                 found[0].extend(o.logprobs)
                 found[1].extend(o.prompt_logprobs or [])
                 tokens = o.token_ids
-        want = dense_logprobs(small_model, prompt + tokens)
+        want = dense_logprobs(small_model, prompt + tokens)  # pyright: ignore[reportPossiblyUnboundVariable]
         for request, count in ((a, 3), (b, 2)):
             for i, x in enumerate(outputs[request][0]):
                 row = want[len(prompt) + i - 1]
-                assert x.token == tokens[i]
+                assert x.token == tokens[i]  # pyright: ignore[reportPossiblyUnboundVariable]
                 assert x.logprob == pytest.approx(row[x.token], abs=1e-4)
                 assert list(x.top) == np.argsort(-row)[:count].tolist()
         assert outputs[a][1] == []
@@ -292,7 +293,7 @@ def test_samples_share_the_prompt_and_are_what_each_would_be_alone(small_model):
 
 def test_best_of(small_model):
     engine, prompt = engine_of(small_model), prompt_of(9)
-    drawn = dict(max_tokens=8, temperature=1.5, seed=2)
+    drawn: dict[str, Any] = dict(max_tokens=8, temperature=1.5, seed=2)
     engine.submit(prompt, SamplingParams(n=4, logprobs=0, **drawn), request_id="all")
     every = sorted(run(engine).values(), key=lambda o: -o.cumulative_logprob)
     engine.submit(prompt, SamplingParams(n=2, best_of=4, **drawn), request_id="best")
@@ -432,7 +433,7 @@ def test_used_slots_are_counted_at_each_step_and_told_once_in_a_block(small_mode
             if output.finished:
                 del tokens[output.request_id]
         if len(tokens) == 2:  # the newest token of each has no slot yet
-            assert engine.stats().blocks.used_slots == sum(tokens.values()) - 2
+            assert engine.stats().blocks.used_slots == sum(tokens.values()) - 2  # pyright: ignore[reportOptionalMemberAccess]
             told.add(engine.manager.length(engine._loop.requests[request].samples[0].key))
             assert 0 <= tokens[request] - 1 - max(told) < BLOCK + steps
     assert len(told) < 40 / BLOCK + 2
@@ -464,7 +465,7 @@ def test_slots_asked_for_early_cost_nobody_a_block(small_model):
     outputs = run(engine)
     assert [len(o.token_ids) for o in outputs.values()] == [output for _, output in lengths]
     assert engine.stats().preemptions == 0
-    assert engine.stats().blocks.peak_active <= blocks
+    assert engine.stats().blocks.peak_active <= blocks  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_generate_keeps_the_outputs_of_others_for_later(small_model):
@@ -507,7 +508,10 @@ def test_a_prompt_of_other_things_than_ids_is_refused(small_model, prompt):
 
 
 def test_scheduler_configurations_that_cannot_be():
-    for changes in (dict(prefill_buckets=(16, 8)), dict(max_tokens_per_step=99),
-                    dict(policy="sjf"), dict(decode_steps_per_dispatch=0)):  # fmt: skip
+    wrong: tuple[dict[str, Any], ...] = (
+        dict(prefill_buckets=(16, 8)), dict(max_tokens_per_step=99),
+        dict(policy="sjf"), dict(decode_steps_per_dispatch=0),
+    )  # fmt: skip
+    for changes in wrong:
         with pytest.raises(ConfigError, match=next(iter(changes))):
             jaxkv.SchedulerConfig(**changes)

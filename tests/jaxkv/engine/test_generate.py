@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,8 @@ def generate(model, prompts, params=None, **options):
         max_tokens_per_step=64, prefill_buckets=(64,), decode_buckets=(4,)
     )
     cache = jaxkv.CacheConfig.for_model(model.config, max_len=256, max_seqs=4, num_blocks=65)
-    options = dict(scheduler=scheduler, cache=cache) | options
-    return jaxkv.generate(model, prompts, params, **options)
+    fixed: dict[str, Any] = dict(scheduler=scheduler, cache=cache)
+    return jaxkv.generate(model, prompts, params, **(fixed | options))
 
 
 def dense_logits(model, ids):

@@ -1,5 +1,7 @@
 """The engine and its block manager: one watermark, one clock, a manager of the caller's."""
 
+from typing import Any
+
 import pytest
 from engine_cases import MAX_LEN, SCHEDULER, engine_of, greedy, prompt_of, run, tokens_of
 
@@ -60,7 +62,7 @@ def test_pins_run_on_the_engines_clock(small_model):
 
 
 def cache_of(model, **changes):
-    sizes = dict(max_len=MAX_LEN, block_size=4, max_seqs=4, num_blocks=65) | changes
+    sizes: dict[str, Any] = dict(max_len=MAX_LEN, block_size=4, max_seqs=4, num_blocks=65) | changes
     return CacheConfig.for_model(model.config, **sizes)
 
 
@@ -117,4 +119,4 @@ def test_generate_is_one_call_of_an_engine(small_model):
     assert [[t for i, t in calls if i == k] for k in range(2)] == [
         o.token_ids for o in result.outputs
     ]
-    assert all(o.time_to_first_token > 0 and o.finished for o in result.outputs)
+    assert all(o.time_to_first_token > 0 and o.finished for o in result.outputs)  # pyright: ignore[reportOptionalOperand]

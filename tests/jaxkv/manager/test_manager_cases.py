@@ -361,11 +361,11 @@ def test_bookkeeping_does_not_grow_with_the_number_of_prompts(index, eviction):
         m.allocate("s", np.arange(8) + 8 * i)
         m.commit("s", 8)
         m.free("s")
-        assert len(m._pool.index) <= 2
+        assert len(m._pool.index) <= 2  # pyright: ignore[reportArgumentType]
         assert sum(b.hash is not None for b in m.blocks()) <= 2
     m.check()
     policy = m._retention.policy
-    sizes = [len(m._pool.partial._entries), len(m._pool.partial._children), len(m._retention._kept)]
+    sizes = [len(m._pool.partial._entries), len(m._pool.partial._children), len(m._retention._kept)]  # pyright: ignore[reportOptionalMemberAccess]
     sizes += [len(x) for x in vars(policy).values() if hasattr(x, "__len__")]
     sizes += [len(x) for x in vars(m._pool.index).values() if hasattr(x, "__len__")]
     assert max(sizes) <= 4 * 3 + 1  # ghosts are the most: four pools
@@ -782,7 +782,7 @@ def test_a_sequence_protects_exactly_the_prefix_that_it_found(index):
     assert o.m.lookup(run(1, 6)) == 0
     o.free(everything)
     assert counts(o) == (0, 0, 12)
-    assert len(o.m._pool.index) == 0
+    assert len(o.m._pool.index) == 0  # pyright: ignore[reportArgumentType]
 
 
 @both
@@ -870,7 +870,7 @@ def test_under_decay_a_once_hot_entry_fades(index, epoch):
     o.time = epoch + 52 * half_life
     cache(o, d)
     assert [o.m.lookup(x) for x in (a, b, c, d)] == [0, 4, 4, 4]
-    assert np.isfinite(o.m._retention.policy.score[1:]).all()
+    assert np.isfinite(o.m._retention.policy.score[1:]).all()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @both

@@ -255,7 +255,7 @@ def test_tokens_are_the_same_in_every_integer_type(index):
     for wrong in ([1.0, 2.0], [[1], [2]], [2**31], [-(2**31) - 1], ["a"]):
         before = o.state()
         with pytest.raises(JaxkvError):
-            o.m.allocate("x", wrong)
+            o.m.allocate("x", wrong)  # pyright: ignore[reportArgumentType]
         assert o.state() == before
 
 
@@ -360,7 +360,7 @@ def test_blocks_given_up_for_duplicates_are_free_at_once(index):
 
 
 def test_without_an_index_nothing_is_ever_found_or_kept():
-    o = make(6, None, copy_on_partial_reuse=True)
+    o = make(6, None, copy_on_partial_reuse=True)  # pyright: ignore[reportArgumentType]
     heard = listen(o, events.STORED, events.REMOVED, events.HIT)
     for _ in range(3):
         cache(o, run(1, 8))
@@ -450,7 +450,7 @@ def test_namespaces_leave_nothing_behind(index):
         cache(o, run(1, 8), {"user": user})
     sizes = [len(x) for x in vars(o.m._pool.index).values() if hasattr(x, "__len__")]
     assert max(sizes) <= 3
-    assert len(o.m._pool.partial._children) <= 2
+    assert len(o.m._pool.partial._children) <= 2  # pyright: ignore[reportOptionalMemberAccess]
 
 
 # -- sharing ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.manager import events
 from jaxkv.observe.log import FORMAT, VERSION, ReplayError, record, replay
 
-CONFIG = dict(num_blocks=5, block_size=4, max_seqs=2, max_blocks_per_seq=4)
+CONFIG: dict[str, Any] = dict(num_blocks=5, block_size=4, max_seqs=2, max_blocks_per_seq=4)
 
 
 def header(**changes):
@@ -53,7 +54,7 @@ def text(*entries, end="\n"):
         (text(header(), operation("free", {"who": 1})), r"line 2: free\(who=1\): .*argument"),
         (text(header(), operation("free", [1])), "line 2 is an operation without arguments"),
         (text(header(), operation(7, {})), "line 2 is an operation without a name"),
-        (text(header(), operation("take_plan", {}, time="now")), "without a name or a time"),
+        (text(header(), operation("take_plan", {}, time="now")), "without a name or a time"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_bad_logs_are_one_clear_error(log, message):
@@ -130,7 +131,8 @@ def run_random(manager, rng, steps):
 @functools.cache
 def recorded(seed=0, steps=400, **options):
     """The log of random operations."""
-    options = dict(num_blocks=13, block_size=4, max_seqs=4, max_blocks_per_seq=8) | options
+    sizes: dict[str, Any] = dict(num_blocks=13, block_size=4, max_seqs=4, max_blocks_per_seq=8)
+    options = sizes | options
     manager, log = BlockManager(**options, clock=Clock()), io.StringIO()
     record(manager, log)
     run_random(manager, np.random.default_rng(seed), steps)

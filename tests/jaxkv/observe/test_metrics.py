@@ -3,6 +3,7 @@
 import json
 import re
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,11 @@ class Source:
         )  # fmt: skip
 
 
+def source_of(**options) -> Any:
+    """A `Source` in place of a block manager."""
+    return Source(**options)
+
+
 def buckets(histogram):
     """Number of values in each bucket, not cumulative."""
     counts = np.diff([0, *histogram["buckets"].values()])
@@ -56,7 +62,7 @@ def buckets(histogram):
 
 
 def test_the_pool_by_state():
-    values = Metrics(Source()).to_dict()
+    values = Metrics(source_of()).to_dict()
     assert values["kv_cache_usage"] == {"active": 0.25, "cached": 0.25, "free": 0.5}
     assert values["kv_cache_blocks"] == {"active": 2, "cached": 2, "free": 4}
     assert (values["pinned_blocks"], values["sequences"]) == (1, 1)
@@ -64,7 +70,7 @@ def test_the_pool_by_state():
 
 
 def test_requests_count_once_and_only_when_they_succeed():
-    source = Source()
+    source = source_of()
     metrics = Metrics(source)
     for _ in range(3):
         source.emit(
@@ -81,7 +87,7 @@ def test_requests_count_once_and_only_when_they_succeed():
 
 
 def test_without_a_prefix_cache_nothing_is_looked_up():
-    source = Source(prefix_index=None)
+    source = source_of(prefix_index=None)
     metrics = Metrics(source)
     source.request(9, 0)
     values = metrics.to_dict()
@@ -90,7 +96,7 @@ def test_without_a_prefix_cache_nothing_is_looked_up():
 
 
 def test_the_recent_hit_rate_covers_the_last_requests():
-    source = Source()
+    source = source_of()
     metrics = Metrics(source)
     for _ in range(RECENT_REQUESTS):
         source.request(10, 0)
@@ -106,7 +112,7 @@ def test_the_recent_hit_rate_covers_the_last_requests():
 
 
 def test_lifetimes_and_idle_times():
-    source = Source()
+    source = source_of()
     metrics = Metrics(source)
     source.emit(events.EVICT, blocks=[3], age=70.0, idle=0.0)
     source.emit(events.EVICT, blocks=[4], age=1e9, idle=2.0)
@@ -118,7 +124,7 @@ def test_lifetimes_and_idle_times():
 
 
 def test_reuse_gaps_run_from_store_hit_or_release_to_the_next_hit():
-    source = Source()
+    source = source_of()
     metrics = Metrics(source)
     source.emit(events.HIT, 1.0, [7], num_tokens=4, queried_tokens=5)  # stored before `subscribe`
     source.emit(events.STORED, 10.0, [1])
@@ -134,7 +140,7 @@ def test_reuse_gaps_run_from_store_hit_or_release_to_the_next_hit():
 
 
 def test_allocations_copies_and_close():
-    source = Source()
+    source = source_of()
     metrics = Metrics(source)
     source.emit(events.COPY, blocks=[1, 2])
     source.emit(events.ALLOCATE, blocks=[1, 2, 3], num_tokens=10, num_cached_tokens=5)
@@ -156,7 +162,7 @@ def test_a_value_on_a_bound_belongs_below_it():
 
 
 def test_plain_data():
-    source = Source()
+    source = source_of()
     values = Metrics(source).to_dict()
     assert json.loads(json.dumps(values)) == values
 
@@ -164,7 +170,7 @@ def test_plain_data():
 def parse(text):
     """The exposition format: {family: (type, help)} and {sample: value}. Checks the grammar."""
     families, samples = {}, {}
-    help_text = current = None
+    name = help_text = current = ""
     assert text.endswith("\n")
     for line in text[:-1].split("\n"):
         if match := re.fullmatch(r"# HELP (\w+) (.+)", line):
@@ -185,7 +191,7 @@ def parse(text):
 
 
 def test_prometheus_text():
-    source = Source()
+    source = source_of()
     metrics = Metrics(source)
     source.request(9, 8)
     source.emit(events.EVICT, blocks=[3], age=0.3, idle=0.002)
@@ -212,7 +218,7 @@ def test_prometheus_text():
 
 
 def test_labels_are_escaped():
-    text = Metrics(Source()).prometheus({"model": 'a "b"\\c\nd', "host": "x"})
+    text = Metrics(source_of()).prometheus({"model": 'a "b"\\c\nd', "host": "x"})
     parse(text)
     label = r'model="a \"b\"\\c\nd",host="x"'
     assert f'jaxkv_kv_cache_usage{{{label},state="free"}} 0.5' in text
@@ -222,7 +228,7 @@ def test_labels_are_escaped():
 @pytest.mark.parametrize("name", ["", "1a", "a-b", "__a", "le", "state", "ä"])
 def test_bad_label_names_are_rejected(name):
     with pytest.raises(ConfigError, match="label names must"):
-        Metrics(Source()).prometheus({name: "x"})
+        Metrics(source_of()).prometheus({name: "x"})
 
 
 # -- a real manager --------------------------------------------------------------------------

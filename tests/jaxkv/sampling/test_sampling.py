@@ -236,4 +236,4 @@ def test_parameters_out_of_range_are_named(field):
 
 
 def test_one_stop_text_may_come_without_its_tuple():
-    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop="end").stop == ("end",)  # pyright: ignore[reportArgumentType]

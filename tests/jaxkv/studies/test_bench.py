@@ -45,7 +45,7 @@ def test_a_static_batch_computes_its_padding(small_model, load):
 
 def test_a_request_that_fails_is_an_error(small_model, load):
     engine = engine_of(small_model)
-    engine._device.send = None
+    engine._device.send = None  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(JaxkvError, match="continuous batching: TypeError"):
         continuous(engine, load)
     verify_idle(engine)

@@ -98,7 +98,7 @@ def test_no_policy_beats_belady(policy, trace, num_blocks, block_size):
     for index in ("hash", "radix"):
         r = simulate(trace, num_blocks=num_blocks, block_size=block_size, policy=policy,
                      prefix_index=index)  # fmt: skip
-        assert r.hit_rate <= r.belady_hit_rate
+        assert r.hit_rate <= r.belady_hit_rate  # pyright: ignore[reportOperatorIssue]
 
 
 @given(traces(), st.integers(3, 12), st.integers(1, 5), st.integers(1, 4))
