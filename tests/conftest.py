@@ -45,7 +45,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def traced_for(request):
-    """Operations view the pool in another way on a GPU. Here it only must give the same result."""
+    """Operations use another view of the pool on a GPU; the results must be equal."""
     with target.compile_for(request.param):
         yield
 
@@ -69,7 +69,7 @@ def small_model() -> Llama:
 
 @pytest.fixture
 def optimised():
-    """Compiles as users do: for what computes more than it compiles."""
+    """Compiles with optimisations, for tests that compute more than they compile."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

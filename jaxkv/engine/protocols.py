@@ -8,27 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from jaxkv.config import ModelShape
 
-class ModelConfig(Protocol):
+
+class ModelConfig(ModelShape, Protocol):
     """Sizes that an engine reads from `model.config`.
 
     Attributes:
-      vocab_size: tokens of the vocabulary; the width of the logits.
       num_layers: layers that call `jaxkv.attention`.
       num_kv_heads: KV heads of a layer.
       head_dim: elements of one head.
+      vocab_size: tokens of the vocabulary; the width of the logits.
       max_position_embeddings: longest sequence, in tokens.
       eos_token_ids: tokens that end a sequence.
     """
 
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
     @property

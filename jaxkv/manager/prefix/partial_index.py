@@ -16,7 +16,7 @@ from jaxkv.manager.prefix.tree import ROOT
 
 
 class _Children(Protocol):
-    """What is used of a SortedList of (sortable tokens, block), which has no types."""
+    """The methods used of a SortedList of (sortable tokens, block), which has no types."""
 
     def add(self, value: tuple[bytes, int], /) -> None: ...
     def remove(self, value: tuple[bytes, int], /) -> None: ...

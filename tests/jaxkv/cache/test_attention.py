@@ -1,4 +1,4 @@
-"""What `jaxkv.attention` hands on: the options, and the scales of int8 pages."""
+"""Options and int8 scales that `jaxkv.attention` passes to the kernel."""
 
 import dataclasses
 from typing import Any

@@ -32,7 +32,7 @@ def setup(model, max_seqs=4, length=21, sequences=1):
 
 
 def decode_args(config, rows, position, num_seqs):
-    """What a decode step takes beside the state: the sampler comes as NumPy and cannot go stale."""
+    """Arguments of a decode step beside the state; the sampler is NumPy and cannot go stale."""
     batch = Batch.decode(
         np.array(rows), np.full(len(rows), position), num_seqs=num_seqs,
         padding_row=config.max_seqs,
@@ -63,7 +63,7 @@ def test_the_step_updates_the_pool_in_place(small_model, num_seqs):
     assert compiled.memory_analysis().temp_size_in_bytes < config.pool_bytes
 
 
-def test_a_stale_state_says_what_went_wrong(small_model):
+def test_a_stale_state_explains_itself(small_model):
     config, manager, state, rows = setup(small_model)
     run = decoder(small_model, config, rows, 20, 1)
     run(state)

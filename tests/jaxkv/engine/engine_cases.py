@@ -40,7 +40,7 @@ def greedy(max_tokens, **changes):
 
 
 def run(engine, steps=400):
-    """{(request, sample): last output} of all that is told until no work is left."""
+    """Steps until no work is left; {(request, sample): last output}."""
     last = {}
     for _ in range(steps):
         for output in engine.step():
@@ -59,7 +59,7 @@ def tokens_of(outputs):
 
 
 def verify_idle(engine):
-    """Nothing is left behind."""
+    """No request, step in flight or block reference is left."""
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.blocks.active) == (0, 0, 0), stats
     assert not engine._loop.requests

@@ -1,4 +1,4 @@
-"""Random requests through engines of random kinds: each gives what it gives alone."""
+"""Random requests through random engines: the tokens equal those of each request alone."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from jaxkv import SamplingParams
 
 
 def random_request(rng, prefixes):
-    """A prompt that may begin like others, and parameters."""
+    """A prompt that may share its beginning with others, and parameters."""
     prompt = [*prefixes[int(rng.integers(len(prefixes)))], *prompt_of(int(rng.integers(1, 12)),
               int(rng.integers(1000)))]  # fmt: skip
     count = int(rng.integers(1, 16))

@@ -112,7 +112,7 @@ def test_a_rolled_back_fork_takes_another_way(small_model):
         assert len(outputs[request, 0].token_ids) == 20
 
 
-def test_forks_and_rollbacks_that_cannot_be(small_model):
+def test_rejects_invalid_forks_and_rollbacks(small_model):
     engine = engine_of(small_model)
     a = engine.submit(prompt_of(5), greedy(6, n=2))
     for call in (engine.fork, lambda r: engine.rollback(r, 1), lambda r: engine.verify(r, [])):

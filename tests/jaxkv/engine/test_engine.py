@@ -1,4 +1,4 @@
-"""Requests through an engine against a dense forward of the same weights, and what goes wrong."""
+"""Requests through an engine against a dense forward of the same weights, and failures."""
 
 import itertools
 from typing import Any
@@ -156,7 +156,7 @@ def test_nothing_at_all_compiles_after_a_warm_up(small_model):
     assert engine.stats().preemptions > 0
 
 
-def test_a_drain_tells_what_is_under_way(small_model):
+def test_drain_returns_the_outputs_in_flight(small_model):
     engine = engine_of(small_model)
     request = engine.submit(prompt_of(5), greedy(2))
     told = engine.step()
@@ -171,12 +171,12 @@ def test_a_drain_tells_what_is_under_way(small_model):
 
 
 @pytest.mark.parametrize("buckets", [(), (3, 2), (0, 4), (1, 2)])
-def test_decode_buckets_that_cannot_be(small_model, buckets):
+def test_rejects_invalid_decode_buckets(small_model, buckets):
     with pytest.raises(ConfigError, match="decode_buckets"):
         engine_of(small_model, scheduler={"decode_buckets": buckets})
 
 
-def test_a_step_that_cannot_be_sent_says_nothing_of_those_that_wait(small_model):
+def test_a_failed_dispatch_does_not_touch_waiting_requests(small_model):
     engine = engine_of(small_model)
     ids = [engine.submit(prompt_of(2, i), greedy(3)) for i in range(6)]  # 4 at a time
     send, engine._device.send = engine._device.send, None  # pyright: ignore[reportAttributeAccessIssue]
@@ -305,7 +305,7 @@ def test_best_of(small_model):
 
 
 def never_twice():
-    """Forbids the token that it saw last; its state is how often it was asked."""
+    """Forbids the last token; its state counts the calls."""
     return LogitsProcessor(
         init=lambda: np.int32(0),
         apply=lambda logits, n, tokens, length: (
@@ -395,7 +395,7 @@ def test_an_error_that_shows_when_the_tokens_are_fetched(small_model):
     ([1], dict(stop="x"), "needs the engine's tokenizer="),
     ([1], dict(stop_token_ids=tuple(range(17))), "at most 16 stop token ids are supported, got 17"),
 ])  # fmt: skip
-def test_requests_that_cannot_be(small_model, prompt, params, message):
+def test_rejects_invalid_requests(small_model, prompt, params, message):
     engine = engine_of(small_model)
     with pytest.raises(ConfigError, match=message):
         engine.submit(prompt, SamplingParams(**(params or {})))
@@ -423,7 +423,7 @@ def test_generate_refuses_all_or_runs_all(small_model):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_used_slots_are_counted_at_each_step_and_told_once_in_a_block(small_model, steps):
+def test_used_slots_are_counted_at_each_step_and_synced_once_per_block(small_model, steps):
     engine = engine_of(small_model, scheduler=dict(pipeline=False, decode_steps_per_dispatch=steps))
     request, other = engine.submit(prompt_of(5), greedy(40)), engine.submit([1], greedy(33))
     tokens, told = {request: 5, other: 1}, set()
@@ -456,7 +456,7 @@ def test_a_rollback_while_it_computes_again_leaves_nothing_to_wait_for(small_mod
     assert output.token_ids == dense_greedy(small_model, prompt_of(5), 40)
 
 
-def test_slots_asked_for_early_cost_nobody_a_block(small_model):
+def test_slots_reserved_early_take_no_block_from_others(small_model):
     lengths = [(5, 19), (7, 13), (2, 20)]  # prompt and output: to the end of their blocks
     blocks = sum(-(-(prompt + output) // BLOCK) for prompt, output in lengths)
     engine = engine_of(small_model, blocks)
@@ -468,7 +468,7 @@ def test_slots_asked_for_early_cost_nobody_a_block(small_model):
     assert engine.stats().blocks.peak_active <= blocks  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def test_generate_keeps_the_outputs_of_others_for_later(small_model):
+def test_generate_keeps_outputs_of_other_requests(small_model):
     engine = engine_of(small_model)
     first = engine.submit([5, 6], greedy(6))
     head = engine.step()
@@ -502,12 +502,12 @@ def test_an_interrupted_generate_ends_its_requests_alone(small_model, monkeypatc
 
 
 @pytest.mark.parametrize("prompt", [[1.5, 2], ["a"], [None], np.array([1.0])])
-def test_a_prompt_of_other_things_than_ids_is_refused(small_model, prompt):
+def test_rejects_prompts_that_are_not_integers(small_model, prompt):
     with pytest.raises(ConfigError, match="prompt token ids must be integers, got"):
         engine_of(small_model).submit(prompt)
 
 
-def test_scheduler_configurations_that_cannot_be():
+def test_rejects_invalid_scheduler_configurations():
     wrong: tuple[dict[str, Any], ...] = (
         dict(prefill_buckets=(16, 8)), dict(max_tokens_per_step=99),
         dict(policy="sjf"), dict(decode_steps_per_dispatch=0),

@@ -1,4 +1,4 @@
-"""Faults that users of other engines met. Names end in the number of the case."""
+"""Faults reported by users of other engines. Names end in the number of the case."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_aborting_what_never_got_a_block_009(small_model):
 
 @pytest.mark.parametrize("pipeline", [True, False])
 @pytest.mark.parametrize("ends_early", [True, False])
-def test_the_last_slot_is_given_back_once_011(small_model, pipeline, ends_early):
+def test_the_last_slot_is_freed_once_011(small_model, pipeline, ends_early):
     prompt = prompt_of(3)
     want = dense_greedy(small_model, prompt, 5)
     stop = (want[1],) if ends_early else ()
@@ -113,7 +113,7 @@ def test_resuming_when_the_prefix_is_gone_051(small_model, aborted):
             assert outputs[name, 0].token_ids == dense_greedy(small_model, prompt, 9)
 
 
-def test_what_never_fits_is_refused_and_blocks_nobody_057(small_model):
+def test_a_request_that_never_fits_is_refused_and_blocks_no_other_057(small_model):
     cache = CacheConfig.for_model(small_model.config, max_len=64, block_size=4, num_blocks=5)
     engine = Engine(small_model, cache)
     with pytest.raises(ConfigError, match="need 5 blocks of 4 tokens; the pool has 4"):
@@ -128,7 +128,7 @@ def test_what_never_fits_is_refused_and_blocks_nobody_057(small_model):
 
 
 def test_one_token_over_the_longest_058(small_model):
-    """Of a sequence of the longest length nothing can follow: it gives no token."""
+    """A sequence of maximum length generates no token."""
     with pytest.raises(ConfigError, match="65 tokens, the longest sequence has 64"):
         engine_of(small_model).submit(prompt_of(65), greedy(1))
     engine = engine_of(small_model)

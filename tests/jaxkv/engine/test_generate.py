@@ -152,7 +152,7 @@ def test_more_prompts_than_rows_or_blocks(small_model):
 
 @pytest.mark.parametrize("extra", [1, 8, 9])
 def test_a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest(small_model, extra):
-    """One row: the second prompt comes when the first has gone, and finds its blocks."""
+    """One row: the second prompt starts after the first has ended, and hits its blocks."""
     system = prompts_of(20)[0]
     prompts = [[*system, 1, 2], system + prompts_of(extra)[0], system[:16], [5, *system]]
     cache = jaxkv.CacheConfig.for_model(small_model.config, max_len=64, block_size=8, max_seqs=1)
@@ -204,7 +204,7 @@ def test_smollm2_equals_llama_cpp(smollm2):
 # -- sampling --------------------------------------------------------------------------------
 
 
-def test_sampling_does_not_depend_on_the_company(small_model):
+def test_sampling_does_not_depend_on_the_batch(small_model):
     prompts = prompts_of(4, 9, 6)
     params = SamplingParams(max_tokens=10, temperature=1.0, seed=3)
     together = generate(small_model, prompts, params).outputs

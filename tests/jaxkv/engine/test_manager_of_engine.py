@@ -10,7 +10,7 @@ from jaxkv.manager import events
 
 
 def watched(engine):
-    """Engine, and the fewest available blocks right after any admission while others ran."""
+    """Available blocks right after each admission while other sequences run."""
     least = []
 
     def listener(event):

@@ -1,4 +1,4 @@
-"""A manager's driver that knows what the KV of every slot must be; several test files share it.
+"""The oracle: drives a manager and knows the KV of every slot; shared by several test files.
 
 The KV at a position is a function of the namespace, the media and all tokens up to it. `Oracle`
 writes it into a model of the pool when tokens are committed, runs the plans' copies on that model,
@@ -24,7 +24,7 @@ def kv(context, tokens):
 
 
 class Oracle:
-    """Drives a manager and knows what every sequence's KV must be."""
+    """Drives a manager, and knows the KV that every sequence must have."""
 
     def __init__(self, blocks, size, seqs, columns, **options):
         self.time = 0.0
@@ -66,7 +66,7 @@ class Oracle:
         return seq
 
     def write(self, seq, count=None):
-        """The device's step: plan, then the KV of the next tokens (None: all), then commit."""
+        """A device step: plan, KV of the next tokens (None: all), commit."""
         self.apply_plan()
         count = self._compute(seq, count)
         if self.m.row(seq) % 2:  # either call
@@ -75,7 +75,7 @@ class Oracle:
             self.m.commit(seq, count)
 
     def write_all(self, seqs):
-        """A step of several sequences: all that is not written."""
+        """A device step of several sequences: all tokens without KV."""
         self.apply_plan()
         self.m.commit_batch(seqs, [self._compute(seq, None) for seq in seqs])
 
@@ -100,11 +100,11 @@ class Oracle:
                 self.memory[int(destination), offset] = value
 
     def append(self, seqs, tokens):
-        """Whether the manager did."""
+        """Forwards the call; whether the manager accepted it."""
         return self.extend(seqs, [[token] for token in tokens], None)
 
     def extend(self, seqs, tokens, counts):
-        """Lists of tokens, one list for each sequence; whether the manager took them."""
+        """Appends lists of tokens, one per sequence; whether the manager accepted them."""
         before = self.state()
         try:
             self.m.append_batch(seqs, np.array([token for run in tokens for token in run]), counts)
@@ -116,7 +116,7 @@ class Oracle:
         return True
 
     def reserve(self, seqs, num_slots):
-        """Slots for tokens to come: if the manager gives them, they are writable at once."""
+        """Reserves slots; if accepted, they are writable at once."""
         m, before = self.m, self.state()
         try:
             given = m.reserve(seqs, num_slots)
@@ -161,7 +161,7 @@ class Oracle:
     # -- what must hold --------------------------------------------------------------------
 
     def state(self):
-        """All that a refused call must leave alone."""
+        """The state that a refused call must not change."""
         m = self.m
         return (
             m.stats(), m._pool.ref_counts.tolist(), sorted(m._pool.free_blocks().tolist()),
@@ -170,7 +170,7 @@ class Oracle:
         )  # fmt: skip
 
     def gather(self, seq):
-        """The KV that the sequence's queries would see, after the copies under way."""
+        """The KV that the sequence's queries would see, after the queued copies."""
         m, pending = self.m, dict(self.m._writes.copies)
         row, found = m.row(seq), []
         first = int(m._table.dropped[row]) * self.size
@@ -200,7 +200,7 @@ class Oracle:
         self.verify_index()
 
     def verify_index(self):
-        """What can be found holds what it is found for: the brute-force dictionary."""
+        """Verifies each visible block against the brute-force dictionary of prefixes."""
         pool, cached = self.m._pool, set()
         for block in np.flatnonzero(pool.indexed).tolist():
             source = self.m._writes.copies.get(block, block)
@@ -260,7 +260,7 @@ def put(o, tokens, namespace=None, **options):
 
 
 def cache(o, tokens, namespace=None, **options):
-    """A prompt that was computed once and whose sequence is over."""
+    """Computes a prompt once and frees its sequence."""
     o.free(put(o, tokens, namespace, **options))
 
 
@@ -273,7 +273,7 @@ def grow(o, seq, *tokens):
 
 
 def refuse(o, call):
-    """The call is refused for want of blocks and leaves everything as it was."""
+    """The call is refused for lack of blocks and changes nothing."""
     before = o.state()
     with pytest.raises(OutOfBlocksError):
         call()

@@ -90,7 +90,7 @@ def test_a_block_in_transfer_is_not_rewritten(index):
     o.m.check()
 
 
-def test_transfers_that_cannot_be():
+def test_rejects_invalid_transfers():
     o = make(4)
     cache(o, run(1, 8))
     free = o.m._pool.free_blocks().tolist()[0]

@@ -1,4 +1,4 @@
-"""The host's bookkeeping: every refusal changes nothing, every end gives everything back."""
+"""The manager's bookkeeping: a refusal changes nothing, and every block is freed in the end."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_a_block_is_taken_exactly_when_a_token_needs_it(start):
         m.check()
 
 
-def test_out_of_blocks_changes_nothing_and_says_the_numbers():
+def test_out_of_blocks_changes_nothing_and_reports_the_numbers():
     m = make(blocks=3)
     m.allocate("a", [0] * 8)
     before = (m.stats(), m.block_table("a").tolist())
@@ -47,7 +47,7 @@ def test_out_of_blocks_changes_nothing_and_says_the_numbers():
     m.check()
 
 
-def test_never_fits_says_the_longest_that_does():
+def test_never_fits_reports_the_longest_that_fits():
     with pytest.raises(JaxkvError, match="never fits: the longest is 16"):
         make(blocks=4).allocate("a", [0] * 17)
     m = make(blocks=9, columns=2)
@@ -66,7 +66,7 @@ def test_rows_run_out():
     m.check()
 
 
-def test_misuse_is_named():
+def test_misuse_raises_a_named_error():
     m = make()
     m.allocate("a", [0])
     for call in (lambda: m.allocate("a", [0]), lambda: m.allocate("b", []),
@@ -90,7 +90,7 @@ def test_misuse_is_named():
     m.check()
 
 
-def test_the_null_block_is_never_given_out_and_not_counted():
+def test_the_null_block_is_never_allocated_and_not_counted():
     m = make()
     m.allocate("a", [0] * 16)
     assert sorted(m.block_table("a").tolist()) == [1, 2, 3, 4]

@@ -53,7 +53,7 @@ def entries(policy):
     return sum(len(x) for x in vars(policy).values() if isinstance(x, list | dict))
 
 
-def test_policies_go_by_name():
+def test_policies_are_chosen_by_name():
     assert set(POLICIES) == {"lru", "decayed", "fifo", "slru", "s3fifo"}
     assert isinstance(make_policy("decayed", 4), Decayed)
     with pytest.raises(ConfigError, match="'mru' is not one of lru"):
@@ -190,7 +190,7 @@ def test_lru_is_an_ordered_dictionary(data, size):
     assert drain(policy) == list(model.order)
 
 
-def test_lru_knows_no_use_but_the_last_release():
+def test_lru_orders_by_the_last_release_only():
     policy = Lru(8)
     store(policy, [1, 2, 3])
     for block in (1, 2, 3):
@@ -200,7 +200,7 @@ def test_lru_knows_no_use_but_the_last_release():
     assert drain(policy) == [2, 3, 1]
 
 
-def test_fifo_goes_by_when_a_content_came():
+def test_fifo_orders_by_the_time_of_storing():
     policy = Fifo(8)
     store(policy, [1, 2])
     store(policy, [3])
@@ -252,7 +252,7 @@ def test_compaction_keeps_what_is_left_of_a_run_in_order():
     assert drain(policy) == [1, 3]
 
 
-def test_the_base_class_leaves_the_score_to_others():
+def test_the_base_class_requires_subclasses_to_score():
     with pytest.raises(NotImplementedError):
         Scored(4).stored(blocks(1), [b""], 0.0)
     with pytest.raises(NotImplementedError):
@@ -337,7 +337,7 @@ def test_an_evicted_content_comes_back_with_its_score():
 
 
 @pytest.mark.parametrize("ghosts", [0.0, 0.5, 4.0])
-def test_ghosts_are_bounded_and_the_oldest_goes(ghosts):
+def test_ghosts_are_bounded_and_the_oldest_is_dropped(ghosts):
     policy = Decayed(8, ghosts=ghosts)
     for i in range(100):
         store(policy, [1], float(i))
@@ -372,7 +372,7 @@ def test_slru_demotes_the_least_recent_when_too_many_are_protected():
     assert drain(policy) == [4, 1, 2, 3]
 
 
-def test_slru_forgets_hits_of_the_content_before():
+def test_slru_resets_hits_when_the_content_changes():
     policy = Slru(10)
     store(policy, [1, 2])
     policy.idle(blocks(2))
@@ -509,7 +509,7 @@ def test_a_busy_block_is_no_victim_whatever_its_priority(priority):
     assert drain(r) == [1]
 
 
-def test_content_that_has_gone_takes_its_priority_along():
+def test_a_priority_ends_when_its_content_is_removed():
     r, _ = retention()
     store(r, [1, 2])
     keep(r, [1], 5)
@@ -570,7 +570,7 @@ def test_a_priority_that_is_over_does_not_hide_a_new_one():
     assert drain(r) == [2, 1]
 
 
-def test_ends_of_contents_that_have_gone_do_not_pile_up():
+def test_end_times_of_removed_contents_do_not_accumulate():
     r, _ = retention()
     for i in range(2000):
         store(r, [1])

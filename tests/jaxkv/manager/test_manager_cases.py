@@ -1,4 +1,4 @@
-"""Faults that users of other KV managers met, each as a small story that must end well here.
+"""Faults reported by users of other KV managers, each as a small story that must end well here.
 
 Sizes are in blocks of four tokens unless said; `Oracle.verify` compares every sequence's KV, as its
 table reads it, with the KV of exactly its context.
@@ -106,7 +106,7 @@ def test_blocks_that_come_back_behind_a_window_come_back_once(index):
 
 
 @any_index
-def test_a_second_release_is_an_error_and_gives_nothing_back(index):
+def test_a_second_free_is_an_error_and_frees_nothing(index):
     o = make(4, index)
     s = put(o, run(1, 5))
     o.free(s)
@@ -163,7 +163,7 @@ def test_a_family_of_forks_ends_in_any_order(index, order):
 
 
 @both
-def test_a_duplicate_is_given_back_only_after_its_table_names_the_original(index):
+def test_a_duplicate_is_freed_only_after_its_table_names_the_original(index):
     # sgl-project/mini-sglang#142
     o = make(8, index)
     a, b = o.allocate(run(1, 8)), o.allocate(run(1, 8))
@@ -321,7 +321,7 @@ def test_truncating_to_nothing_keeps_nothing(index):
 
 @any_index
 @pytest.mark.parametrize("length", [100, 8, -1])
-def test_truncating_to_no_length_of_the_sequence_is_an_error(index, length):
+def test_truncating_past_the_length_is_an_error(index, length):
     o = make(4, index)
     s = put(o, run(1, 7))
     before = o.state()
@@ -392,7 +392,7 @@ def test_a_prompt_that_is_all_cached_has_its_last_token_to_compute(index, length
 
 
 @both
-def test_rejected_drafts_cannot_be_found(index):
+def test_rejected_drafts_are_not_visible_to_lookups(index):
     # vllm-project/vllm#12333
     o = make(6, index)
     s = put(o, run(1, 6))
@@ -623,7 +623,7 @@ def test_every_path_that_finds_or_enters_keys_keeps_to_the_namespace(index, part
 
 
 @both
-def test_a_reset_says_whether_it_was_done(index):
+def test_a_reset_reports_whether_it_was_done(index):
     # vllm-project/vllm#12284
     o = make(8, index)
     cache(o, run(1, 8))
@@ -662,7 +662,7 @@ def test_a_forced_reset_leaves_running_sequences_alone_and_never_finds_them(inde
 
 @both
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
-def test_nothing_that_was_begun_before_a_forced_reset_is_ever_found(index, length):
+def test_sequences_from_before_a_forced_reset_are_never_found(index, length):
     """Even a block that fills up later has slots from before."""
     o = make(8, index)
     r = put(o, run(1, length))
@@ -673,7 +673,7 @@ def test_nothing_that_was_begun_before_a_forced_reset_is_ever_found(index, lengt
     assert o.m.lookup(run(1, 12)) == 0
     o.free(r)
     assert o.m.lookup(run(1, 12)) == 0
-    cache(o, run(1, 12))  # computed anew
+    cache(o, run(1, 12))  # computed again
     assert o.m.lookup(run(1, 12)) == 12
 
 

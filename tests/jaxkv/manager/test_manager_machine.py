@@ -1,4 +1,4 @@
-"""Any order of all operations, against an oracle that knows the KV of every slot."""
+"""Random operations in any order, against an oracle that knows the KV of every slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manager as a prefix cache: what is found, what goes and in which order, what is told."""
+"""The manager as a prefix cache: hits, eviction order, events."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def victims(o, entries):
 
 
 def entry(i):
-    """Four tokens that are nobody else's."""
+    """Four tokens that no other prompt has."""
     return run(10 * i, 10 * i + 3)
 
 
@@ -46,7 +46,7 @@ def listen(o, *kinds):
 
 
 @any_index
-def test_a_new_pool_gives_its_blocks_in_order_and_then_refuses(index):
+def test_a_new_pool_allocates_in_order_and_then_refuses(index):
     o = make(5, index)
     assert next_blocks(o, 5) == [1, 2, 3, 4, 5]
     refuse(o, lambda: o.m.allocate("x", [1]))
@@ -120,7 +120,7 @@ def test_a_prefix_behind_the_window_does_not_wait_for_its_tail(index, eviction):
         assert found == [(12, 4), (12, 4), (12, 0), (0, 0)]
 
 
-def test_the_null_block_is_no_block():
+def test_the_null_block_cannot_be_evicted():
     o = make(3)
     heard = listen(o)
     cache(o, run(1, 12))
@@ -133,7 +133,7 @@ def test_the_null_block_is_no_block():
 
 
 @both
-def test_only_idle_cached_blocks_can_be_dropped_by_hand(index):
+def test_only_idle_cached_blocks_can_be_evicted_by_hand(index):
     o = make(8, index, copy_on_partial_reuse=True)
     live = table(o, put(o, run(1, 4)))[0]
     idle = put(o, run(11, 18))
@@ -530,7 +530,7 @@ def test_forks_of_a_truncated_cached_block_write_with_one_copy(index):
 
 
 @any_index
-def test_both_ends_of_a_copy_stay_until_the_device_was_told(index):
+def test_both_blocks_of_a_copy_are_held_until_the_plan(index):
     o = make(4, index)
     a = put(o, run(1, 6))
     b = o.fork(a)
@@ -632,7 +632,7 @@ def test_lookahead_counts_for_admission(index):
 
 
 @both
-def test_admission_says_now_later_or_never_with_the_numbers(index):
+def test_admission_verdicts_carry_the_numbers(index):
     o = make(10, index, seqs=3, watermark=0.15)
     ask = o.m.can_allocate
 
@@ -685,7 +685,7 @@ def fill(o):
 
 @both
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_a_pinned_prefix_outlives_everything_until_it_is_let_go(index, eviction):
+def test_a_pinned_prefix_stays_until_it_is_unpinned(index, eviction):
     o = make(6, index, eviction=eviction)
     cache(o, run(1, 12))
     assert o.m.pin(run(1, 9)) == 8
@@ -768,7 +768,7 @@ def test_a_pinned_block_is_copied_before_it_is_written(index):
 
 
 @both
-def test_a_pin_that_is_over_costs_nothing_and_gives_nothing_twice(index):
+def test_an_expired_pin_costs_nothing_and_frees_blocks_once(index):
     """Nothing has looked at the clock since: the blocks count as idle hits, once."""
     o = make(4, index)
     cache(o, run(1, 8))
@@ -783,7 +783,7 @@ def test_a_pin_that_is_over_costs_nothing_and_gives_nothing_twice(index):
 
 
 @both
-def test_blocks_of_a_pin_that_is_over_can_be_dropped_by_hand(index):
+def test_blocks_of_an_expired_pin_can_be_evicted_by_hand(index):
     o = make(4, index)
     cache(o, run(1, 8))
     first = next(b.block for b in o.m.blocks() if b.hash)
@@ -794,7 +794,7 @@ def test_blocks_of_a_pin_that_is_over_can_be_dropped_by_hand(index):
 
 
 @both
-def test_a_block_whose_pin_is_over_is_written_in_place(index):
+def test_a_block_whose_pin_expired_is_written_in_place(index):
     o = make(2, index)
     a = put(o, run(1, 8))
     o.m.pin(run(1, 8), ttl=5)
@@ -806,7 +806,7 @@ def test_a_block_whose_pin_is_over_is_written_in_place(index):
 
 
 @both
-def test_pins_can_be_let_go_under_other_weights(index):
+def test_pins_can_be_ended_under_other_weights(index):
     o = make(2, index)
     cache(o, run(1, 8))
     o.m.pin(run(1, 8))
@@ -900,7 +900,7 @@ def test_of_two_priorities_for_the_same_content_the_higher_stays(index, prioriti
 
 @both
 @pytest.mark.parametrize("priorities", [(0, 2), (2, 0), (-1, 2), (-1, 0), (0, -1), (1, 2)])
-def test_a_hit_raises_the_priority_to_that_of_who_hits_and_never_lowers_it(index, priorities):
+def test_a_hit_raises_a_priority_and_never_lowers_it(index, priorities):
     o = make(4, index)
     first, second = priorities
     cache(o, entry(1), priority=first)
@@ -912,7 +912,7 @@ def test_a_hit_raises_the_priority_to_that_of_who_hits_and_never_lowers_it(index
 
 @both
 @pytest.mark.parametrize("how", ["by hand", "rewritten", "reset"])
-def test_content_with_a_priority_that_goes_early_leaves_no_trace(index, how):
+def test_evicted_content_leaves_no_trace_of_its_priority(index, how):
     o = make(6, index)
     a = put(o, run(1, 8), priority=1)
     blocks = table(o, a)
@@ -1061,7 +1061,7 @@ def test_truncation_never_bares_what_a_window_needs(index):
 
 
 @any_index
-def test_forks_and_beams_under_a_window_give_each_block_back_once(index):
+def test_forks_and_beams_under_a_window_free_each_block_once(index):
     o = make(12, index, sliding_window=5)
     beams = [put(o, run(1, 10))]
     beams += [o.fork(beams[0]), o.fork(beams[0])]
@@ -1085,7 +1085,7 @@ def test_a_hit_needs_only_the_blocks_of_the_window(index):
     o.m.evict(gone)
     o.verify()
     assert o.m.lookup(run(1, 20)) == 20
-    assert o.m.lookup(run(1, 19)) == 0  # at 16 it would see 11 to 16, of which block 3 is gone
+    assert o.m.lookup(run(1, 19)) == 0  # at 16 it would see 11 to 16, of which block 3 is evicted
     admission = o.m.can_allocate([*run(1, 20), 77])
     assert (admission.verdict, admission.num_cached_tokens, admission.needed) == ("now", 20, 3)
     b = o.allocate([*run(1, 20), 77])
@@ -1151,7 +1151,7 @@ def test_a_pin_under_a_window_holds_what_a_hit_needs(index):
 
 
 @both
-def test_a_block_is_removed_before_it_is_stored_anew(index):
+def test_a_block_is_removed_before_it_is_stored_again(index):
     o = make(2, index)
     heard = listen(o, events.STORED, events.REMOVED, events.EVICT, events.HIT, events.ALLOCATE)
     cache(o, run(1, 8))
@@ -1176,7 +1176,7 @@ def test_a_block_is_removed_before_it_is_stored_anew(index):
 
 
 @both
-def test_a_hit_says_what_was_found(index):
+def test_a_hit_event_lists_the_blocks(index):
     o = make(6, index, copy_on_partial_reuse=True)
     cache(o, run(1, 12))
     heard = listen(o, events.HIT, events.ALLOCATE)
@@ -1191,7 +1191,7 @@ def test_a_hit_says_what_was_found(index):
 
 
 @both
-def test_a_refusal_says_nothing_but_that(index):
+def test_a_refusal_emits_only_its_own_event(index):
     o = make(2, index)
     cache(o, run(1, 8))
     put(o, [1])
@@ -1274,7 +1274,7 @@ def test_events_rebuild_the_cache(index, eviction, window):
 
 
 @both
-def test_a_reset_tells_that_everything_has_gone(index):
+def test_a_reset_emits_one_event(index):
     o = make(4, index)
     cache(o, run(1, 8))
     r = put(o, run(50, 53))
@@ -1288,7 +1288,7 @@ def test_a_reset_tells_that_everything_has_gone(index):
     assert [e.kind for e in heard] == [events.CLEARED]
 
 
-def test_a_listener_that_has_left_hears_nothing():
+def test_an_unsubscribed_listener_gets_no_events():
     o = make(4)
     heard = []
     o.m.subscribe(heard.append)
