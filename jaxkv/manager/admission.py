@@ -6,8 +6,8 @@ finds and what it costs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from jaxkv.manager.table import NULL_BLOCK, Origin, SequenceTable
 from jaxkv.manager.writes import Writes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The cached blocks of a prompt.
 
     Attributes:
@@ -40,14 +39,12 @@ class PrefixMatch:
     num_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockCount:
+class BlockCount(NamedTuple):
     """The blocks that a prompt needs.
 
     Attributes:
       match: the part of the match that is used; without its partial block where that one is needed
         for itself.
-      lookahead: slots past the prompt.
       total: blocks of the whole sequence, lookahead included.
       new: blocks to take.
       needed: new blocks, and hits that leave the available ones because no sequence references
@@ -55,7 +52,6 @@ class BlockCount:
     """
 
     match: PrefixMatch
-    lookahead: int
     total: int
     new: int
     needed: int
@@ -101,15 +97,12 @@ class AdmissionControl:
         seen = hits if self._pool.leaf_first else hits[hits != NULL_BLOCK]
         return PrefixMatch(hits, seen, source, extra, start + extra)
 
-    def count(
-        self, match: PrefixMatch, length: int, lookahead: int, *, kept_back: int = 0
-    ) -> BlockCount:
-        """The blocks that a sequence of `length` tokens needs behind a match.
+    def count(self, match: PrefixMatch, total: int, kept_back: int) -> BlockCount:
+        """Counts the blocks that a sequence of `total` blocks needs behind a match.
 
         Args:
           kept_back: available blocks that it must leave.
         """
-        total = ceil_div(length + lookahead, self._size)
         new = total - len(match.hits)
         needed = new + self._limits.num_idle(match.seen)
         if match.num_partial:
@@ -119,12 +112,13 @@ class AdmissionControl:
             else:  # the source itself is needed: compute these tokens instead
                 cached = match.num_tokens - match.num_partial
                 match = PrefixMatch(match.hits, match.seen, 0, 0, cached)
-        return BlockCount(match, lookahead, total, new, needed)
+        return BlockCount(match, total, new, needed)
 
     def verdict(self, tokens: np.ndarray, origin: Origin, lookahead: int) -> Admission:
         """Whether a prompt fits now, later or never, the watermark kept."""
         match = self.match(tokens, origin, end=max(0, len(tokens) - 1))
-        count = self.count(match, len(tokens), lookahead, kept_back=self._watermark_blocks)
+        total = ceil_div(len(tokens) + lookahead, self._size)
+        count = self.count(match, total, self._watermark_blocks)
         available, free_rows = self._limits.available(), self._table.num_free_rows
         longest = self._limits.longest(self._watermark_blocks)
         if count.total > longest or not len(tokens):
@@ -153,20 +147,24 @@ class AdmissionControl:
           OutOfBlocksError: too few blocks, or no free row.
           JaxkvError: the sequence never fits.
         """
-        slots = len(tokens) + lookahead
+        length, limits = len(tokens), self._limits
+        total = ceil_div(length + lookahead, self._size)
         kept_back = self._watermark_blocks if keep_watermark else 0
-        self._limits.require_columns(seq_id, slots)
-        self._limits.require_row(ceil_div(slots, self._size))
-        match = self.match(tokens, origin, end=0 if skip_prefix_cache else len(tokens) - 1)
-        count = self.count(match, len(tokens), lookahead, kept_back=kept_back)
-        what = f"sequence {seq_id!r} of {len(tokens)} tokens"
-        self._limits.require_blocks(count.needed, what, kept_back=kept_back)
+        limits.require_columns(seq_id, length + lookahead)
+        limits.require_row(total)
+        match = self.match(tokens, origin, end=0 if skip_prefix_cache else length - 1)
+        count = self.count(match, total, kept_back)
+        what = f"sequence {seq_id!r} of {length} tokens"
+        limits.require_blocks(count.needed, what, kept_back=kept_back)
         return count
 
-    def admit(self, seq_id: Hashable, tokens: np.ndarray, origin: Origin, count: BlockCount) -> int:
-        """Takes the blocks that `require` has counted; the sequence's row."""
+    def admit(
+        self, seq_id: Hashable, tokens: np.ndarray, origin: Origin, count: BlockCount,
+        lookahead: int,
+    ) -> int:  # fmt: skip
+        """Takes the blocks that `require` has counted; returns the sequence's row."""
         pool, table, match = self._pool, self._table, count.match
-        hits, seen = match.hits, match.seen
+        hits, seen, num_hits = match.hits, match.seen, len(match.hits)
         # Hits first, so that the blocks taken for the rest cannot be among them.
         if len(seen):
             pool.touch(seen, hit=True)
@@ -178,13 +176,13 @@ class AdmissionControl:
         if match.num_partial:
             self._writes.copy(match.source, int(new[0]))
             pool.unhold([match.source], "copy")
-        self._writes.fill(new, tokens[len(hits) * self._size :])
+        self._writes.fill(new, tokens[num_hits * self._size :])
         row = table.open(seq_id, origin)
-        table.extend(row, np.concatenate([hits, new]) if len(hits) else new)
+        table.extend(row, np.concatenate([hits, new]) if num_hits else new)
         table.lengths[row] = len(tokens)
-        table.dropped[row] = len(hits) - len(seen)
+        table.dropped[row] = num_hits - len(seen)
         table.computed[row] = match.num_tokens
-        table.published[row] = len(hits)
-        table.lookahead[row] = count.lookahead
+        table.published[row] = num_hits
+        table.lookahead[row] = lookahead
         self._writes.refresh_cursor(row)
         return row

@@ -245,7 +245,7 @@ class BlockManager:
             seq_id, tokens, origin, lookahead=lookahead, skip_prefix_cache=skip_prefix_cache,
             keep_watermark=keep_watermark,
         )  # fmt: skip
-        row = self._admission.admit(seq_id, tokens, origin, count)
+        row = self._admission.admit(seq_id, tokens, origin, count, lookahead)
         cached = count.match.num_tokens
         if self.journal.listening:
             if cached:

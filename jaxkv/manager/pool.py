@@ -371,8 +371,6 @@ class BlockPool:
     def _evict_one(self) -> None:
         """Evicts the block that the policy chooses; of a prefix, the deepest first."""
         block = self._victim()
-        now = self._journal.now()
-        age, idle = now - self.stored_at.item(block), now - self.last_access.item(block)
         if self.leaf_first and self.tree.has_children(block):
             self.withdraw(block, "evicted")
         else:  # a victim has no holds and is no longer a candidate
@@ -381,7 +379,11 @@ class BlockPool:
             self._free[self._num_free] = block
             self._num_free += 1
         if self._journal.listening:
-            self._journal.emit(events.EVICT, blocks=(block,), age=age, idle=idle)
+            now = self._journal.now()
+            self._journal.emit(
+                events.EVICT, blocks=(block,), age=now - self.stored_at.item(block),
+                idle=now - self.last_access.item(block),
+            )  # fmt: skip
 
     def _victim(self) -> int:
         if self._next_victims:

@@ -153,9 +153,10 @@ class Writes:
     def refresh_cursor(self, row: int) -> None:
         """Finds the slot of the row's next token, if the row may write one."""
         table, pool = self._table, self._pool
-        column, offset = divmod(int(table.lengths[row]), self._size)
-        table.clear_cursor(row)
-        if column < table.used[row]:
-            block = int(table.blocks[row, column])
-            if pool.ref_counts[block] == 1 and not pool.indexed[block]:
+        column, offset = divmod(table.lengths.item(row), self._size)
+        if column < table.used.item(row):
+            block = table.blocks.item(row, column)
+            if pool.ref_counts.item(block) == 1 and not pool.indexed.item(block):
                 table.set_cursor(row, block, offset)
+                return
+        table.clear_cursor(row)

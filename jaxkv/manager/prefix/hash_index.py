@@ -40,8 +40,8 @@ class HashIndex:
             found = [block or 0 for block in found]
         if not found:
             return _NOTHING
-        blocks = np.array(found, np.int64)
-        tokens, before = self._tokens[blocks], self._parents[blocks]
+        blocks = np.fromiter(found, np.int64, len(found))
+        tokens, before = self._tokens.take(blocks, axis=0), self._parents[blocks]
         wanted = keys.tokens[: len(blocks)]
         if (  # the common case: comparing bytes is faster than a few array calls
             tokens.tobytes() == wanted.tobytes()
