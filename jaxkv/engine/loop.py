@@ -261,6 +261,7 @@ class StepLoop:
     # -- ends --------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a sequence, and its request if all its samples have ended."""
         if sequence.finish_reason is not None:
             return
         request = sequence.request
