@@ -15,10 +15,8 @@ from jaxkv.pallas_kernels.formats import FORMATS
 # Element types of weights and of unquantised pages.
 DTYPES = {name: f.dtype for name, f in FORMATS.items() if not f.quantised}
 
-
-_MAX_PAGES = (
-    2**31 - 1
-)  # pages of a pool (one layer, K or V, one head each): kernels count them in an int32
+# Pages of a pool (one layer, K or V, one head each): kernels count them in an int32.
+_MAX_PAGES = 2**31 - 1
 
 
 class ModelShape(Protocol):

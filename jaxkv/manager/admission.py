@@ -101,7 +101,7 @@ class AdmissionControl:
         """Counts the blocks that a sequence of `total` blocks needs behind a match.
 
         Args:
-          kept_back: available blocks that it must leave.
+          kept_back: available blocks that the sequence must leave.
         """
         new = total - len(match.hits)
         needed = new + self._limits.num_idle(match.seen)

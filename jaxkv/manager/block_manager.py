@@ -110,7 +110,9 @@ class BlockManager:
                 f"{max_seqs=}, {max_blocks_per_seq=} positive"
             )
         if prefix_index is not None and prefix_index not in _INDEXES:
-            raise ConfigError(f"{prefix_index=} is not one of {', '.join(_INDEXES)} and None")
+            raise ConfigError(
+                f"prefix_index must be one of {', '.join(_INDEXES)} or None, got {prefix_index!r}"
+            )
         if not 0 <= watermark < 1 or (sliding_window is not None and sliding_window < 1):
             raise ConfigError(
                 f"{watermark=} must be in [0, 1), {sliding_window=} at least 1 or None"

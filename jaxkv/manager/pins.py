@@ -30,9 +30,7 @@ class Pins:
         self._pins[name] = list(blocks), expires
         if expires is not None:
             heapq.heappush(self._ends, (expires, name))
-        if (
-            len(self._ends) > 2 * len(self._pins) + 64
-        ):  # most entries are of renewed or dropped pins
+        if len(self._ends) > 2 * len(self._pins) + 64:  # most are of renewed or dropped pins
             self._ends = [(e, n) for n, (_, e) in self._pins.items() if e is not None]
             heapq.heapify(self._ends)
 

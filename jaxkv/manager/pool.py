@@ -39,7 +39,7 @@ class BlockPool:
     made its calls three times as slow.
 
     Args:
-      num_blocks: the null block included.
+      num_blocks: blocks in the pool, the null block included.
       block_size: tokens per block.
       index: makes the prefix index, from the pool's tokens and parents; None: no prefix cache.
       policy: chooses the cached block to evict when no block is free.

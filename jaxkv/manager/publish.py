@@ -25,7 +25,7 @@ class Publisher:
         self._size = pool.block_size
 
     def commit(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
-        """The KV of the next `counts[i]` tokens of row i is computed; publishes full blocks.
+        """Marks the KV of the next `counts[i]` tokens of row i as computed; publishes full blocks.
 
         Raises:
           JaxkvError: more tokens than a sequence has left to compute; nothing was changed.
@@ -132,9 +132,8 @@ class Publisher:
         table, old = self._table, int(self._table.dropped[row])
         dropped = blocks_behind(int(table.computed[row]), self._window, self._size)
         if self._pool.index is not None and self._table.origin(row).publishes:
-            dropped = min(
-                dropped, int(table.published[row]) - 1
-            )  # the next block is published below it
+            # The last published block stays: the next one is published below it.
+            dropped = min(dropped, int(table.published[row]) - 1)
         if dropped > old:
             gone = table.blocks[row, old:dropped][::-1].copy()
             table.drop_front(row, dropped)

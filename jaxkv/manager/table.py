@@ -75,9 +75,8 @@ class SequenceTable:
         self.rows: dict[Hashable, int] = {}
         self.ids: list[Hashable] = [None] * max_seqs
         self.origins: list[Origin | None] = [None] * max_seqs
-        self.blocks = np.zeros(
-            (max_seqs, max_blocks_per_seq), np.int64
-        )  # an index type: see the pool
+        # An index type, for the reason given at `BlockPool`.
+        self.blocks = np.zeros((max_seqs, max_blocks_per_seq), np.int64)
         # One array, so that a row is cleared by one assignment; each name is a view of it.
         self._columns = np.zeros((8, max_seqs), np.int64)
         (

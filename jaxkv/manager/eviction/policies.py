@@ -58,9 +58,8 @@ class Scored:
 
     def __init__(self, num_blocks: int):
         self.score = np.zeros(num_blocks, np.float64)
-        self._run_of = np.full(
-            num_blocks, NONE, np.int64
-        )  # number of the run in which a block is idle
+        # Number of the run in which a block is idle.
+        self._run_of = np.full(num_blocks, NONE, np.int64)
         self._runs: list[tuple[float, int, np.ndarray, int]] = []  # heap: score, number, blocks, at
         self._numbers = itertools.count()
         self._queued = 0  # blocks in runs, crossed-out ones included
@@ -309,5 +308,5 @@ def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
       ConfigError: an unknown name.
     """
     if name not in _POLICIES:
-        raise ConfigError(f"eviction={name!r} is not one of {', '.join(POLICIES)}")
+        raise ConfigError(f"eviction must be one of {', '.join(POLICIES)}, got {name!r}")
     return _POLICIES[name](num_blocks)

@@ -34,9 +34,8 @@ def longest_hit(found: np.ndarray, window: int, block_size: int) -> np.ndarray:
     """
     ends = np.arange(1, len(found) + 1)
     behind = np.minimum(np.maximum(0, ends * block_size - window + 1) // block_size, ends - 1)
-    missing = np.maximum.accumulate(
-        np.where(found == 0, ends, 0)
-    )  # 1-based index of the last missing block
+    # 1-based index of the last missing block of each prefix.
+    missing = np.maximum.accumulate(np.where(found == 0, ends, 0))
     good = np.flatnonzero(missing <= behind)
     length = int(ends[good[-1]]) if len(good) else 0
     hits = found[:length].copy()
