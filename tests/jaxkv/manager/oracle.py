@@ -36,7 +36,7 @@ class Oracle:
         self.memory = {}  # (block, offset): KV
         self.tokens = {}  # live sequence: its tokens
         self.contexts = {}  # live sequence: namespace, media, weights
-        self.computed = {}  # KV: the context and the tokens that it is of
+        self.computed = {}  # KV: its context and tokens
         self.collides = "hash_function" in options
         self.ids = itertools.count()
 
@@ -158,7 +158,7 @@ class Oracle:
         self.m.free(seq)
         del self.tokens[seq], self.contexts[seq]
 
-    # -- what must hold --------------------------------------------------------------------
+    # -- invariants ------------------------------------------------------------------------
 
     def state(self):
         """The state that a refused call must not change."""
@@ -217,7 +217,7 @@ class Oracle:
                 assert found == self.longest_hit(cached, self.contexts[seq], tokens)
 
     def longest_hit(self, cached, context, tokens):
-        """Tokens of the longest prefix of which all that its next query sees is cached."""
+        """Tokens of the longest prefix whose next query sees only cached blocks."""
         size, window = self.size, self.m.sliding_window
         for length in range(len(tokens) // size * size, 0, -size):
             seen_from = 0 if window is None else max(0, length - window + 1)
@@ -237,7 +237,7 @@ class Oracle:
         assert self.m.stats().free == self.m.num_blocks - 1
 
 
-# -- what stories are told with ----------------------------------------------------------------
+# -- helpers of the test cases -----------------------------------------------------------------
 
 
 def run(first, last):
@@ -286,7 +286,7 @@ def table(o, seq):
 
 
 def cached(o, seq):
-    """Tokens that the sequence need not compute; asked right after it came."""
+    """Number of cached tokens of a sequence that was just allocated."""
     return o.m.num_computed_tokens(seq)
 
 
@@ -298,5 +298,5 @@ def counts(o):
 
 
 def read(o, tokens):
-    """A hit on cached blocks; needs one more block for a moment."""
+    """Hits cached blocks; takes one more block until it returns."""
     o.free(o.allocate([*tokens, 7777]))

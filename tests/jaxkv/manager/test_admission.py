@@ -10,7 +10,7 @@ both = pytest.mark.parametrize("index", ["hash", "radix"])
 
 
 @both
-def test_partial_reuse_counts_alike_in_every_question(index):
+def test_partial_reuse_counts_alike_in_every_query(index):
     o = make(10, index, copy_on_partial_reuse=True)
     cache(o, run(1, 12))
     prompt = [*run(1, 10), 70, 71, 72]  # two whole blocks and half a block
@@ -22,7 +22,7 @@ def test_partial_reuse_counts_alike_in_every_question(index):
 
 
 @both
-def test_a_partial_block_that_is_needed_for_itself_is_computed(index):
+def test_a_partial_block_that_must_be_evicted_is_computed(index):
     o = make(4, index, copy_on_partial_reuse=True)
     cache(o, run(1, 12))
     prompt = [*run(1, 10), 70, 71, 72]

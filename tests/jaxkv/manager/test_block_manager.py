@@ -98,7 +98,7 @@ def test_the_null_block_is_never_allocated_and_not_counted():
     assert m.stats().free == 0
 
 
-def test_freed_tail_first():
+def test_the_tail_is_freed_first():
     m = make()
     m.allocate("a", [0] * 16)
     table = m.block_table("a").tolist()

@@ -34,7 +34,7 @@ def store(policy, ids, now=0.0):
 
 
 def use(policy, ids, now):
-    """A request finds the blocks, and ends at once: deepest first."""
+    """A request that hits the blocks and ends at once, which frees the deepest block first."""
     policy.busy(blocks(*ids))
     policy.hit(blocks(*ids), now)
     policy.idle(blocks(*ids[::-1]))
@@ -49,7 +49,7 @@ def drain(policy):
 
 
 def entries(policy):
-    """How many entries the policy's containers have, arrays of one entry a block not counted."""
+    """Number of entries in the policy's containers, without arrays of one entry per block."""
     return sum(len(x) for x in vars(policy).values() if isinstance(x, list | dict))
 
 
@@ -60,7 +60,7 @@ def test_policies_are_chosen_by_name():
         make_policy("mru", 4)
 
 
-# -- what holds for all ----------------------------------------------------------------------
+# -- all policies ----------------------------------------------------------------------------
 
 
 @every
@@ -77,7 +77,7 @@ def test_an_empty_queue_has_no_victim(name):
 
 
 @every
-def test_blocks_of_one_run_go_in_the_order_given(name):
+def test_blocks_of_one_run_are_evicted_in_the_order_given(name):
     policy = make_policy(name, 8)
     store(policy, [1, 2, 3])
     policy.idle(blocks(3, 2, 1))
@@ -86,7 +86,7 @@ def test_blocks_of_one_run_go_in_the_order_given(name):
 
 @every
 @pytest.mark.parametrize("middle", [1, 2, 3, 4])
-def test_a_block_leaves_from_the_middle(name, middle):
+def test_a_block_can_be_removed_from_the_middle_of_a_run(name, middle):
     policy = make_policy(name, 8)
     store(policy, [1, 2, 3, 4])
     policy.idle(blocks(4, 3, 2, 1))
@@ -98,7 +98,7 @@ def test_a_block_leaves_from_the_middle(name, middle):
 
 
 @every
-def test_a_block_that_came_back_is_there_once(name):
+def test_a_block_that_becomes_idle_again_is_a_candidate_once(name):
     policy = make_policy(name, 8)
     store(policy, [1, 2, 3])
     policy.idle(blocks(3, 2, 1))
@@ -138,7 +138,7 @@ def test_victims_are_the_idle_blocks_each_once(name, data):
 
 
 @every
-def test_nothing_grows_with_time(name):
+def test_memory_does_not_grow_with_time(name):
     policy = make_policy(name, 8)
     rng = np.random.default_rng(0)
     for i in range(3000):
@@ -196,7 +196,7 @@ def test_lru_orders_by_the_last_release_only():
     for block in (1, 2, 3):
         policy.idle(blocks(block))
     use(policy, [1], 50.0)
-    policy.hit(blocks(2), 60.0)  # found, but it stays where it was until it was busy
+    policy.hit(blocks(2), 60.0)  # a hit alone does not move it
     assert drain(policy) == [2, 3, 1]
 
 
@@ -216,8 +216,8 @@ def test_fifo_orders_by_the_time_of_storing():
     assert drain(policy) == [4, 1]
 
 
-def test_runs_of_rising_worth_interleave():
-    """The deepest block of a run may be worth less than another run's, its head more."""
+def test_runs_of_rising_score_interleave():
+    """The deepest block of a run may score less than that of another run, and its head more."""
     policy = Fifo(8)
     for block in (5, 6, 1, 2):
         store(policy, [block])
@@ -226,7 +226,7 @@ def test_runs_of_rising_worth_interleave():
     assert drain(policy) == [5, 6, 1, 2]
 
 
-def test_what_was_crossed_out_is_dropped():
+def test_crossed_out_blocks_are_dropped():
     policy = Lru(4)
     policy.idle(blocks(1))
     for _ in range(1000):
@@ -238,7 +238,7 @@ def test_what_was_crossed_out_is_dropped():
     assert drain(policy) == [1, 2, 3]
 
 
-def test_compaction_keeps_what_is_left_of_a_run_in_order():
+def test_compaction_keeps_the_rest_of_a_run_in_order():
     policy = Fifo(4)
     for block in (1, 2, 3):
         store(policy, [block])
@@ -312,7 +312,7 @@ def test_a_burst_counts_once():
     assert drain(policy) == [1, 2]
 
 
-def test_the_pause_is_since_the_last_use_that_counted():
+def test_the_debounce_starts_at_the_last_counted_use():
     policy = Decayed(8, half_life=300.0, debounce=1.0)
     store(policy, [1], 0.0)
     scores = []
@@ -322,7 +322,7 @@ def test_the_pause_is_since_the_last_use_that_counted():
     assert scores[0] == 0.0 < scores[1] == scores[2] < scores[3]
 
 
-def test_an_evicted_content_comes_back_with_its_score():
+def test_evicted_content_is_stored_again_with_its_score():
     policy = Decayed(8, half_life=300.0)
     store(policy, [1], 0.0)
     for i in range(8):
@@ -350,7 +350,7 @@ def test_ghosts_are_bounded_and_the_oldest_is_dropped(ghosts):
 # -- SLRU, S3-FIFO ---------------------------------------------------------------------------
 
 
-def test_slru_protects_what_was_hit():
+def test_slru_protects_blocks_that_were_hit():
     policy = Slru(10)
     store(policy, [1, 2, 3])
     for block in (1, 2, 3):
@@ -385,7 +385,7 @@ def test_slru_resets_hits_when_the_content_changes():
     assert drain(policy) == [2, 1]
 
 
-def test_s3fifo_moves_what_was_used_again_to_the_main_queue():
+def test_s3fifo_moves_reused_blocks_to_the_main_queue():
     policy = S3Fifo(20)  # two blocks are small
     store(policy, [1, 2, 3, 4])
     for block in (1, 2, 3, 4):
@@ -398,7 +398,7 @@ def test_s3fifo_moves_what_was_used_again_to_the_main_queue():
     assert policy._in_main[2]
 
 
-def test_s3fifo_remembers_what_left_the_small_queue_too_early():
+def test_s3fifo_stores_evicted_content_of_the_small_queue_in_main():
     policy = S3Fifo(10)
     store(policy, [1, 2, 3])
     policy.idle(blocks(1))
@@ -406,13 +406,13 @@ def test_s3fifo_remembers_what_left_the_small_queue_too_early():
     policy.removed(1, b"1")
     policy.idle(blocks(2))
     policy.idle(blocks(3))
-    policy.stored(blocks(4), [b"1"], 1.0)  # it is back: to main
+    policy.stored(blocks(4), [b"1"], 1.0)  # stored again: to main
     policy.idle(blocks(4))
     assert policy._in_main[4]
-    assert drain(policy) == [2, 4, 3]  # small holds one: what is above that goes first
+    assert drain(policy) == [2, 4, 3]  # small holds one: blocks above that are evicted first
 
 
-def test_s3fifo_gives_main_blocks_a_turn_for_each_use():
+def test_s3fifo_keeps_a_main_block_one_round_per_use():
     policy = S3Fifo(10)
     for block in (1, 2):
         policy.removed(block, b"%d" % block)
@@ -438,7 +438,7 @@ def test_s3fifo_ghosts_are_bounded():
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock that tests set."""
 
     now = 0.0
 
@@ -468,7 +468,7 @@ def test_retention_without_priorities_is_the_policy(name):
 
 
 @every
-def test_levels_go_from_the_lowest_with_the_policy_at_zero(name):
+def test_the_lowest_priority_is_evicted_first_with_the_policy_at_zero(name):
     r, _ = retention(policy=name)
     store(r, range(1, 11))
     for ids, priority in (((1, 2), 3), ((3, 4), -1), ((5, 6), 1), ((7, 8), -5)):
@@ -486,7 +486,7 @@ def test_a_run_of_mixed_priorities_keeps_its_order_in_each():
     assert drain(r) == [6, 4, 2, 5, 3, 1]
 
 
-def test_within_a_priority_the_least_recently_used_goes_first():
+def test_within_a_priority_the_least_recently_used_is_evicted_first():
     r, _ = retention(policy="fifo")
     store(r, [1, 2, 3])
     keep(r, [1, 2, 3], 1)
@@ -497,7 +497,7 @@ def test_within_a_priority_the_least_recently_used_goes_first():
 
 
 @pytest.mark.parametrize("priority", [-1, 1])
-def test_a_busy_block_is_no_victim_whatever_its_priority(priority):
+def test_a_busy_block_is_not_a_victim_at_any_priority(priority):
     r, _ = retention()
     store(r, [1, 2])
     keep(r, [1], priority)
@@ -523,7 +523,7 @@ def test_a_priority_ends_when_its_content_is_removed():
 
 
 @every
-def test_a_priority_that_is_over_leaves_the_choice_to_the_policy(name):
+def test_an_expired_priority_leaves_the_choice_to_the_policy(name):
     r, clock = retention(policy=name)
     store(r, [1, 2, 3])
     keep(r, [1], 5, expires=10.0)
@@ -536,7 +536,7 @@ def test_a_priority_that_is_over_leaves_the_choice_to_the_policy(name):
     assert drain(r) == [1, 2]
 
 
-def test_a_low_priority_that_is_over_makes_a_block_one_of_many():
+def test_an_expired_low_priority_has_no_effect():
     r, clock = retention()
     store(r, [1, 2, 3])
     keep(r, [3], -1, expires=10.0)
@@ -557,7 +557,7 @@ def test_a_later_end_replaces_an_earlier_one():
     assert drain(r) == [3, 2, 1]
 
 
-def test_a_priority_that_is_over_does_not_hide_a_new_one():
+def test_an_expired_priority_does_not_hide_a_new_one():
     r, clock = retention()
     store(r, [1, 2, 3])
     keep(r, [1], 5, expires=10.0)

@@ -24,7 +24,7 @@ any_index = pytest.mark.parametrize("index", ["hash", "radix", None])
 
 
 @both
-def test_a_refused_prompt_leaves_no_reference_on_the_blocks_it_found(index):
+def test_a_refused_prompt_leaves_no_reference_on_its_hits(index):
     # vllm-project/vllm#11562
     o = make(4, index)
     cache(o, run(1, 8))
@@ -44,7 +44,7 @@ def test_a_refused_prompt_leaves_no_reference_on_the_blocks_it_found(index):
 
 @both
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_an_allocation_never_evicts_what_it_has_found(index, eviction):
+def test_an_allocation_never_evicts_its_own_hits(index, eviction):
     # vllm-project/vllm#10507
     o = make(4, index, eviction=eviction)
     cache(o, run(1, 8))
@@ -59,7 +59,7 @@ def test_an_allocation_never_evicts_what_it_has_found(index, eviction):
 
 
 @both
-def test_a_hit_on_an_idle_block_counts_as_one_that_is_needed(index):
+def test_a_hit_on_an_idle_block_counts_as_a_needed_block(index):
     # ROCm/ATOM#902
     o = make(4, index)
     cache(o, run(1, 8))
@@ -91,7 +91,7 @@ def test_a_hit_on_an_idle_block_counts_beside_a_pinned_one(index):
 
 
 @any_index
-def test_blocks_that_come_back_behind_a_window_come_back_once(index):
+def test_blocks_behind_a_window_are_freed_once(index):
     # vllm-project/vllm#42571
     o = make(4, index, sliding_window=8)
     s = put(o, run(1, 8))
@@ -216,7 +216,7 @@ def test_a_fork_at_a_block_boundary_copies_nothing(index):
 
 
 @both
-def test_a_prompt_that_leaves_the_cache_inside_a_block_gets_a_copy(index):
+def test_a_prompt_that_diverges_inside_a_cached_block_gets_a_copy(index):
     o = make(6, index, copy_on_partial_reuse=True)
     a = put(o, run(1, 8))
     b = o.allocate([*run(1, 6), 200])
@@ -295,7 +295,7 @@ def test_a_block_is_added_exactly_when_its_first_slot_is_written(index, start):
 
 
 @any_index
-def test_lookahead_is_the_only_block_ahead_of_its_time_and_is_accounted(index):
+def test_only_lookahead_takes_a_block_early_and_it_is_counted(index):
     o = make(4, index)
     s = o.allocate(run(1, 4), lookahead=1)
     stats = o.m.stats()
@@ -333,7 +333,7 @@ def test_truncating_past_the_length_is_an_error(index, length):
     o.verify()
 
 
-# -- the life of a key -----------------------------------------------------------------------
+# -- lifetime of a key -----------------------------------------------------------------------
 
 
 @both
@@ -407,7 +407,7 @@ def test_rejected_drafts_are_not_visible_to_lookups(index):
 
 @both
 def test_rejected_drafts_keep_other_sequences_right(index):
-    """The block that a rejection cuts into is shared by now: the key stays, a copy is written."""
+    """The rejection cuts into a shared block: its key stays, and a copy is written."""
     o = make(8, index)
     s = put(o, run(1, 8))
     other = put(o, run(1, 9))
@@ -457,7 +457,7 @@ def test_keys_follow_the_chunks_of_a_prefill(index, chunks):
 
 @both
 @pytest.mark.parametrize("abort", ["first", "second"])
-def test_what_is_only_scheduled_is_not_found(index, abort):
+def test_tokens_without_kv_are_not_visible_to_lookups(index, abort):
     # GeeeekExplorer/nano-vllm#208
     o = make(6, index)
     a, b = o.allocate(run(1, 8)), o.allocate(run(1, 8))
@@ -471,12 +471,12 @@ def test_what_is_only_scheduled_is_not_found(index, abort):
     assert o.m.lookup(run(1, 8)) == 8
 
 
-# -- what a key is made of -------------------------------------------------------------------
+# -- contents of a key -----------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("partial", [False, True])
-def test_namespaces_of_different_kinds_never_meet(index, partial):
+def test_namespaces_of_different_kinds_never_collide(index, partial):
     # vllm-project/vllm#44701
     o = make(16, index, copy_on_partial_reuse=partial)
     spaces = [
@@ -493,14 +493,14 @@ def test_namespaces_of_different_kinds_never_meet(index, partial):
     assert o.m.lookup(run(1, 8), namespace={"adapter": "a", "salt": "s"}) == 8
 
 
-P = 999  # every picture's placeholder
+P = 999  # placeholder token of every image
 D1 = bytes(range(16))
 D2 = bytes(14) + D1[-2:]  # its last 16 bits are those of D1
 
 
 @both
 @pytest.mark.parametrize("partial", [False, True])
-def test_the_same_placeholders_for_other_media_do_not_meet(index, partial):
+def test_equal_placeholders_of_other_media_do_not_collide(index, partial):
     # LMCache/LMCache#4086
     o = make(8, index, copy_on_partial_reuse=partial)
     prompt = [1, 2, P, P, P, P, 3, 4]
@@ -522,7 +522,7 @@ def test_the_same_placeholders_for_other_media_do_not_meet(index, partial):
 
 @both
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_picture_finds_no_text_of_the_same_tokens(index, partial):
+def test_an_image_does_not_hit_text_of_the_same_tokens(index, partial):
     o = make(8, index, copy_on_partial_reuse=partial)
     prompt = [1, 2, P, P, P, P, 3, 4]
     cache(o, prompt)
@@ -535,7 +535,7 @@ def test_a_picture_finds_no_text_of_the_same_tokens(index, partial):
 
 @both
 @pytest.mark.parametrize("partial", [False, True])
-def test_blocks_before_the_first_picture_are_shared(index, partial):
+def test_blocks_before_the_first_image_are_shared(index, partial):
     o = make(12, index, copy_on_partial_reuse=partial)
     prompt = [1, 2, 3, 4, P, P, 5, 6, 7, 8, 9, 10]
     cache(o, prompt, media=[Media(4, 2, D1)])
@@ -573,7 +573,7 @@ def test_colliding_hashes_cost_hits_and_nothing_else(hashed):
     o.finish()
 
 
-def test_the_hash_of_blocks_has_no_collisions_among_many():
+def test_block_hashes_do_not_collide():
     rng = np.random.default_rng(0)
     blocks = np.unique(rng.integers(0, 50_000, (100_000, 4)).astype("<i4"), axis=0)
     root = root_of(None, 0)
@@ -589,11 +589,11 @@ def test_the_hash_of_blocks_has_no_collisions_among_many():
 
 @both
 @pytest.mark.parametrize("partial", [False, True])
-def test_every_path_that_finds_or_enters_keys_keeps_to_the_namespace(index, partial):
+def test_lookups_and_publication_stay_within_the_namespace(index, partial):
     # sgl-project/sglang#19746
     o = make(12, index, copy_on_partial_reuse=partial)
 
-    def nobody_else_finds_anything():
+    def other_namespaces_are_empty():
         for other in ("B", None, {"A": "A"}, ""):
             assert o.m.lookup(run(1, 8), namespace=other) == 0
             assert o.m.can_allocate(run(1, 9), namespace=other).num_cached_tokens == 0
@@ -601,21 +601,21 @@ def test_every_path_that_finds_or_enters_keys_keeps_to_the_namespace(index, part
             o.m.unpin(run(1, 8), namespace=other)
 
     s = put(o, run(1, 6), "A")
-    nobody_else_finds_anything()
+    other_namespaces_are_empty()
     child = o.fork(s)
     grow(o, child, 7, 8)  # fills a block while decoding
     assert o.m.lookup(run(1, 8), namespace="A") == 8
-    nobody_else_finds_anything()
+    other_namespaces_are_empty()
     o.truncate(s, 3)
     grow(o, s, 4)
     o.free(s)
     o.free(child)
-    nobody_else_finds_anything()
+    other_namespaces_are_empty()
     resumed = put(o, run(1, 9), "A")  # after preemption
     assert o.m.num_computed_tokens(resumed) == 9
-    stranger = o.allocate(run(1, 8), "B")
-    assert cached(o, stranger) == 0
-    o.write(stranger)
+    other = o.allocate(run(1, 8), "B")
+    assert cached(o, other) == 0
+    o.write(other)
     o.verify()
 
 
@@ -663,7 +663,7 @@ def test_a_forced_reset_leaves_running_sequences_alone_and_never_finds_them(inde
 @both
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
 def test_sequences_from_before_a_forced_reset_are_never_found(index, length):
-    """Even a block that fills up later has slots from before."""
+    """Even a block that fills up later has slots from before the reset."""
     o = make(8, index)
     r = put(o, run(1, length))
     assert o.m.reset_prefix_cache(force=True)
@@ -693,7 +693,7 @@ def test_blocks_of_old_weights_are_never_found_for_new_ones(index):
     o.write(new)
     o.verify()
     assert o.m.lookup(run(60, 67)) == 8
-    o.m.set_weight_version("1")  # a name, not the number
+    o.m.set_weight_version("1")  # a string, not the number
     assert o.m.lookup(run(60, 67)) == 0
 
 
@@ -719,7 +719,7 @@ def test_nothing_is_found_behind_a_hole(index, partial):
 
 
 @both
-def test_losing_a_middle_block_keeps_what_comes_before_it(index):
+def test_evicting_a_middle_block_keeps_its_predecessors(index):
     o = make(6, index)
     s = put(o, run(1, 12))
     middle = table(o, s)[1]
@@ -732,7 +732,7 @@ def test_losing_a_middle_block_keeps_what_comes_before_it(index):
 
 @both
 @pytest.mark.parametrize("size", [1, 4])
-def test_totals_agree_with_the_tree_when_paths_part(index, size):
+def test_totals_agree_with_the_tree_when_prefixes_diverge(index, size):
     # UbiquitousLearning/mllm#656
     def prompt(*tokens):
         return [size * t + i for t in tokens for i in range(size)]
@@ -766,7 +766,7 @@ def test_totals_agree_with_the_tree_when_paths_part(index, size):
 
 
 @both
-def test_a_sequence_protects_exactly_the_prefix_that_it_found(index):
+def test_a_sequence_protects_exactly_the_prefix_that_it_hit(index):
     # sgl-project/mini-sglang#46
     o = make(12, index, size=1)
     cache(o, run(1, 10))
@@ -800,7 +800,7 @@ def test_a_partial_match_renews_the_part_that_matched(index):
 
 @both
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_the_end_of_a_chain_goes_before_its_beginning(index, eviction):
+def test_the_end_of_a_chain_is_evicted_before_its_beginning(index, eviction):
     # llm-d/llm-d-inference-sim#704
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -813,7 +813,7 @@ def test_the_end_of_a_chain_goes_before_its_beginning(index, eviction):
 
 
 @both
-def test_a_new_entry_is_younger_than_what_was_read_before_it(index):
+def test_a_new_entry_is_younger_than_earlier_reads(index):
     # LMCache/LMCache#460
     o = make(4, index)
     a, b, c, d, e = (run(10 * i, 10 * i + 3) for i in range(1, 6))
@@ -829,7 +829,7 @@ def test_a_new_entry_is_younger_than_what_was_read_before_it(index):
 
 
 @both
-def test_under_decay_a_new_entry_outlives_what_was_read_long_ago(index):
+def test_under_decay_a_new_entry_outlives_entries_read_long_ago(index):
     o = make(4, index, eviction="decayed")
     a, b, c, d, e = (run(10 * i, 10 * i + 3) for i in range(1, 6))
     for entry in (a, b, c):
@@ -877,7 +877,7 @@ def test_under_decay_a_once_hot_entry_fades(index, epoch):
 @pytest.mark.parametrize("epoch", [0.0, 1e9])
 def test_under_decay_ties_go_by_recency_and_then_tail_first(index, epoch):
     o = make(4, index, eviction="decayed")
-    o.time = epoch  # and never another
+    o.time = epoch  # the clock stands still
     a, b = run(1, 8), run(11, 18)
     cache(o, a)
     cache(o, b)

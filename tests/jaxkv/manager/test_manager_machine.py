@@ -15,7 +15,7 @@ from oracle import Oracle
 from jaxkv import BlockManager, JaxkvError
 from jaxkv.manager.eviction.policies import POLICIES
 
-TOKENS = st.integers(0, 2)  # few, so that prefixes meet
+TOKENS = st.integers(0, 2)  # few, so that prefixes are shared
 NAMESPACES = st.sampled_from([None, "x", {"salt": "x"}])
 
 
@@ -171,7 +171,7 @@ TestMachine.settings = settings(max_examples=EXAMPLES, stateful_step_count=50, d
 
 
 def test_a_commit_of_many_is_the_commit_of_each():
-    """Decode steps that fill blocks at the same time, of contents that meet; then forks of them."""
+    """Decode steps that fill blocks of equal content at the same time; then forks of them."""
     rng = np.random.default_rng(0)
     together, apart = managers = [
         BlockManager(400, 2, max_seqs=24, max_blocks_per_seq=20) for _ in range(2)

@@ -13,16 +13,16 @@ from jaxkv.manager.prefix.keys import Media, root_of
 both = pytest.mark.parametrize("index", ["hash", "radix"])
 any_index = pytest.mark.parametrize("index", ["hash", "radix", None])
 
-P, D1 = 999, bytes(range(16))  # a placeholder token, the digest of a picture
+P, D1 = 999, bytes(range(16))  # a placeholder token, the digest of an image
 
 
 def next_blocks(o, count):
-    """The blocks that the next one-block prompts get, none of which is computed."""
+    """Blocks of the next one-block prompts; none is computed."""
     return [table(o, o.allocate([10_000 + i]))[0] for i in range(count)]
 
 
 def victims(o, entries):
-    """The order in which one-block entries go when room is needed, one block at a time."""
+    """Eviction order of one-block entries, as blocks are needed one at a time."""
     gone = []
     while len(gone) < len(entries):
         assert o.allocate([10_000 + len(o.tokens)]) is not None
@@ -56,7 +56,7 @@ def test_a_new_pool_allocates_in_order_and_then_refuses(index):
 
 
 @any_index
-def test_blocks_that_hold_nothing_are_a_stack_with_tails_on_top(index):
+def test_free_blocks_are_a_stack_with_tails_on_top(index):
     o = make(8, index)
     a, b = o.allocate(run(1, 12)), o.allocate(run(21, 32))
     assert (table(o, a), table(o, b)) == ([1, 2, 3], [4, 5, 6])
@@ -66,7 +66,7 @@ def test_blocks_that_hold_nothing_are_a_stack_with_tails_on_top(index):
 
 
 @both
-def test_what_holds_nothing_goes_first_then_tails_of_the_oldest(index):
+def test_free_blocks_are_taken_first_then_tails_of_the_oldest(index):
     o = make(10, index)
     a = put(o, run(1, 18))
     b = put(o, run(101, 118))
@@ -91,7 +91,7 @@ def test_a_hit_in_the_middle_of_the_queue_moves_to_its_end(index):
 
 
 @both
-def test_a_shared_prefix_goes_after_both_of_its_tails(index):
+def test_a_shared_prefix_is_evicted_after_both_of_its_tails(index):
     o = make(6, index)
     a = put(o, run(1, 12))
     b = put(o, [*run(1, 8), *run(50, 57)])
@@ -104,7 +104,7 @@ def test_a_shared_prefix_goes_after_both_of_its_tails(index):
 @both
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_a_prefix_behind_the_window_does_not_wait_for_its_tail(index, eviction):
-    """A window lets the head of a chain go before its tail, which is found without it."""
+    """With a window the head of a chain is evicted before its tail, which is found without it."""
     o = make(4, index, sliding_window=4, eviction=eviction)
     a = put(o, run(1, 12))
     assert counts(o) == (1, 2, 1)
@@ -116,7 +116,7 @@ def test_a_prefix_behind_the_window_does_not_wait_for_its_tail(index, eviction):
         o.verify()
         found.append((o.m.lookup(run(1, 12)), o.m.lookup(run(50, 53))))
     assert found[-1] == (0, 0)
-    if eviction == "lru":  # blocks 2, 1, that of the other prompt, and the tail
+    if eviction == "lru":  # blocks 2, 1, the block of the other prompt, and the tail
         assert found == [(12, 4), (12, 4), (12, 0), (0, 0)]
 
 
@@ -159,7 +159,7 @@ def test_only_idle_cached_blocks_can_be_evicted_by_hand(index):
     o.verify()
 
 
-# -- finding ---------------------------------------------------------------------------------
+# -- lookups ---------------------------------------------------------------------------------
 
 
 @both
@@ -261,11 +261,11 @@ def test_tokens_are_the_same_in_every_integer_type(index):
 
 @both
 def test_block_hashes_are_chained_and_the_same_everywhere(index):
-    """Known values: other processes, ranks and versions must come to them too."""
+    """Known values, which other processes, ranks and versions must reproduce."""
     o = make(12, index)
     stored = listen(o, events.STORED)
     cache(o, run(1, 8))
-    cache(o, [*run(1, 4), 9, 9, 9, 9])  # parts the run: the hashes stay
+    cache(o, [*run(1, 4), 9, 9, 9, 9])  # splits the run: the hashes stay
     cache(o, run(1, 4), {"adapter": "X"})
 
     def link(parent, tokens):
@@ -299,7 +299,7 @@ def test_a_lookup_leaves_no_trace(index):
 
 
 @both
-def test_a_long_prompt_is_found_to_the_token_where_it_parts(index):
+def test_a_long_prompt_is_found_to_the_token_where_it_diverges(index):
     o = make(600, index, size=1, columns=600)
     prompt = np.random.default_rng(0).integers(0, 3, 500)
     cache(o, prompt.tolist())
@@ -327,7 +327,7 @@ def test_decoding_fills_blocks_for_the_next_turn(index):
 
 
 @both
-def test_a_prompt_that_must_be_computed_is_and_merges_with_what_is_cached(index):
+def test_a_prompt_that_skips_the_cache_is_computed_and_merges_with_it(index):
     o = make(8, index)
     cache(o, run(1, 8))
     first = [b.block for b in o.m.blocks() if b.hash]
@@ -344,7 +344,7 @@ def test_a_prompt_that_must_be_computed_is_and_merges_with_what_is_cached(index)
 
 
 @both
-def test_blocks_given_up_for_duplicates_are_free_at_once(index):
+def test_duplicate_blocks_are_freed_at_once(index):
     o = make(4, index)
     a, b = o.allocate(run(1, 8)), o.allocate(run(1, 8))
     o.write(a)
@@ -359,7 +359,7 @@ def test_blocks_given_up_for_duplicates_are_free_at_once(index):
     assert (table(o, b), counts(o)) == ([1, 2], (2, 0, 2))
 
 
-def test_without_an_index_nothing_is_ever_found_or_kept():
+def test_without_an_index_no_block_is_found_or_cached():
     o = make(6, None, copy_on_partial_reuse=True)  # pyright: ignore[reportArgumentType]
     heard = listen(o, events.STORED, events.REMOVED, events.HIT)
     for _ in range(3):
@@ -374,10 +374,10 @@ def test_without_an_index_nothing_is_ever_found_or_kept():
 
 
 @both
-def test_other_media_in_the_same_place_part_the_tree(index):
+def test_other_media_in_the_same_place_split_the_tree(index):
     o = make(16, index)
-    for picture in (b"one", b"two", b"three"):
-        s = put(o, run(1, 12), media=[Media(5, 6, picture)])
+    for image in (b"one", b"two", b"three"):
+        s = put(o, run(1, 12), media=[Media(5, 6, image)])
         assert len(table(o, s)) == 3
         o.free(s)
     assert counts(o)[1] == 1 + 3 * 2
@@ -385,22 +385,22 @@ def test_other_media_in_the_same_place_part_the_tree(index):
 
 
 @both
-def test_a_picture_that_was_cut_is_not_the_whole_picture(index):
+def test_a_truncated_image_does_not_hit_the_whole_image(index):
     """The model may well sample the placeholder's token: that is text."""
     o = make(16, index)
-    picture = [Media(4, 4, D1)]
-    s = put(o, [1, 2, 3, 4, P, P, P, P], media=picture)
+    image = [Media(4, 4, D1)]
+    s = put(o, [1, 2, 3, 4, P, P, P, P], media=image)
     o.truncate(s, 5)
     for _ in range(3):
         o.m.append(s, P)
     o.m.commit(s, 3)
-    assert o.m.lookup([1, 2, 3, 4, P, P, P, P], media=picture) == 4
+    assert o.m.lookup([1, 2, 3, 4, P, P, P, P], media=image) == 4
     assert o.m.lookup([1, 2, 3, 4, P, P, P, P]) == 4
     o.m.truncate(s, 4)
     for _ in range(4):
         o.m.append(s, P)
     o.m.commit(s, 4)  # all of it is text now
-    assert o.m.lookup([1, 2, 3, 4, P, P, P, P], media=picture) == 4
+    assert o.m.lookup([1, 2, 3, 4, P, P, P, P], media=image) == 4
     assert o.m.lookup([1, 2, 3, 4, P, P, P, P]) == 8
 
 
@@ -409,7 +409,7 @@ def test_a_picture_that_was_cut_is_not_the_whole_picture(index):
 
 @pytest.mark.parametrize("eviction", POLICIES)
 @pytest.mark.parametrize("partial", [False, True])
-def test_hash_and_radix_do_the_same_to_the_last_event(eviction, partial):
+def test_hash_and_radix_emit_the_same_events(eviction, partial):
     logs = []
     for index in ("hash", "radix"):
         rng = np.random.default_rng(3)
@@ -444,7 +444,7 @@ def test_hash_and_radix_do_the_same_to_the_last_event(eviction, partial):
 
 
 @both
-def test_namespaces_leave_nothing_behind(index):
+def test_evicted_namespaces_leave_no_entries(index):
     o = make(2, index, copy_on_partial_reuse=True)
     for user in range(200):
         cache(o, run(1, 8), {"user": user})
@@ -460,7 +460,7 @@ def test_namespaces_leave_nothing_behind(index):
 @pytest.mark.parametrize("cut", [5, 7])
 @pytest.mark.parametrize("free_first", [True, False])
 def test_rewriting_a_block_that_was_shared_and_found(index, cut, free_first):
-    """Truncate into it, the other sequence ends, append: what is found is what is there."""
+    """Truncates into it, frees the other sequence, appends: lookups find the present content."""
     o = make(8, index)
     a = put(o, run(1, 12))
     b = o.fork(a)
@@ -482,7 +482,7 @@ def test_rewriting_a_block_that_was_shared_and_found(index, cut, free_first):
 
 
 @both
-def test_a_rewritten_block_takes_what_follows_it_out_of_the_cache(index):
+def test_rewriting_a_block_removes_its_descendants_from_the_cache(index):
     o = make(8, index)
     a = put(o, run(1, 8))
     cache(o, run(1, 16))
@@ -550,7 +550,7 @@ def test_both_blocks_of_a_copy_are_held_until_the_plan(index):
 
 
 @any_index
-def test_a_copy_of_a_copy_comes_from_where_the_content_is(index):
+def test_a_copy_of_a_copy_reads_the_original(index):
     o = make(8, index)
     a = put(o, run(1, 6))
     b = o.fork(a)
@@ -673,7 +673,7 @@ def test_the_longest_prompt_is_bounded_by_the_table_too():
 
 
 def fill(o):
-    """Takes every block that can be taken, one at a time, and gives them back."""
+    """Takes every available block, one at a time, then frees them; returns their number."""
     taken = []
     while (s := o.allocate([20_000 + len(taken)])) is not None:
         taken.append(s)
@@ -718,7 +718,7 @@ def test_a_pin_ends_with_its_time_and_can_be_renewed(index):
 
 
 @both
-def test_a_pin_without_an_end_replaces_one_with(index):
+def test_a_pin_without_a_ttl_replaces_one_with(index):
     o = make(3, index)
     cache(o, run(1, 4))
     o.m.pin(run(1, 4), ttl=10)
@@ -728,7 +728,7 @@ def test_a_pin_without_an_end_replaces_one_with(index):
 
 
 @both
-def test_pins_of_nested_prefixes_end_by_themselves(index):
+def test_pins_of_nested_prefixes_end_independently(index):
     o = make(4, index)
     cache(o, run(1, 12))
     o.m.pin(run(1, 12))
@@ -741,7 +741,7 @@ def test_pins_of_nested_prefixes_end_by_themselves(index):
 
 
 @both
-def test_a_pin_keeps_what_a_sequence_holds_after_the_sequence(index):
+def test_a_pin_keeps_the_blocks_of_a_sequence_after_its_end(index):
     o = make(3, index)
     a = put(o, run(1, 8))
     assert o.m.pin(run(1, 8)) == 8
@@ -769,7 +769,7 @@ def test_a_pinned_block_is_copied_before_it_is_written(index):
 
 @both
 def test_an_expired_pin_costs_nothing_and_frees_blocks_once(index):
-    """Nothing has looked at the clock since: the blocks count as idle hits, once."""
+    """No call has read the clock since it expired: the blocks count as idle hits, once."""
     o = make(4, index)
     cache(o, run(1, 8))
     o.m.pin(run(1, 8), ttl=5)
@@ -811,7 +811,7 @@ def test_pins_can_be_ended_under_other_weights(index):
     cache(o, run(1, 8))
     o.m.pin(run(1, 8))
     o.m.weight_version = 1
-    assert o.m.pin(run(1, 8)) == 0  # none of it is cached for these
+    assert o.m.pin(run(1, 8)) == 0  # not cached for these weights
     o.m.unpin(run(1, 8))
     o.m.weight_version = 0
     o.m.unpin(run(1, 8))
@@ -865,7 +865,7 @@ def test_the_time_of_a_priority_runs_while_its_sequence_lives(index):
 
 
 @both
-def test_a_priority_goes_with_the_content(index):
+def test_a_priority_ends_with_its_content(index):
     o = make(2, index)
     cache(o, entry(1), priority=5)
     cache(o, entry(2))
@@ -880,7 +880,7 @@ def test_a_priority_goes_with_the_content(index):
 @pytest.mark.parametrize("priorities", [(1, 3), (3, 1), (0, -1), (-1, 0), (0, 1), (-2, -1)])
 @pytest.mark.parametrize("idle", [True, False])
 def test_of_two_priorities_for_the_same_content_the_higher_stays(index, priorities, idle):
-    """Two requests computed it; the second meets the first's block idle, or still in use."""
+    """Two requests computed it; the block of the first is idle or still in use at the second."""
     o = make(4, index)
     a = o.allocate(entry(1), priority=priorities[0])
     b = o.allocate(entry(1), priority=priorities[1])
@@ -893,7 +893,7 @@ def test_of_two_priorities_for_the_same_content_the_higher_stays(index, prioriti
         o.free(a)
     o.free(b)
     above = max(priorities)
-    cache(o, entry(2), priority=above)  # used later: goes after
+    cache(o, entry(2), priority=above)  # used later: evicted later
     cache(o, entry(3), priority=above - 1)
     assert victims(o, {i: entry(i) for i in (1, 2, 3)}) == [3, 1, 2]
 
@@ -934,7 +934,7 @@ def test_evicted_content_leaves_no_trace_of_its_priority(index, how):
 
 
 @both
-def test_low_priority_at_the_head_of_a_chain_still_goes_after_its_tail(index):
+def test_low_priority_at_the_head_of_a_chain_is_still_evicted_after_its_tail(index):
     o = make(3, index)
     cache(o, run(1, 4), priority=-1)
     cache(o, run(1, 12), priority=9)
@@ -945,7 +945,7 @@ def test_low_priority_at_the_head_of_a_chain_still_goes_after_its_tail(index):
 
 
 @both
-def test_priorities_and_pins_with_an_end_leave_nothing_behind(index):
+def test_expiry_entries_of_priorities_and_pins_do_not_accumulate(index):
     o = make(2, index)
     for i in range(300):
         cache(o, [i] * 8, priority=1 + i % 2, ttl=1e9)
@@ -987,7 +987,7 @@ def test_each_policy_has_its_order(index, eviction, order):
 
 @both
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_every_policy_gives_every_block_and_only_once(index, eviction):
+def test_every_policy_evicts_every_block_once(index, eviction):
     o = make(8, index, eviction=eviction, seqs=9)
     rng = np.random.default_rng(1)
     for _ in range(60):
@@ -1028,7 +1028,7 @@ def test_blocks_behind_the_window_become_null_and_stay_findable(index):
 
 @any_index
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8])
-def test_what_the_next_query_sees_is_there(index, window):
+def test_the_blocks_that_the_next_query_sees_are_live(index, window):
     o = make(8, index, sliding_window=window)
     a = put(o, run(1, 3))
     for token in range(4, 30):
@@ -1043,9 +1043,9 @@ def test_what_the_next_query_sees_is_there(index, window):
 
 
 @any_index
-def test_truncation_never_bares_what_a_window_needs(index):
+def test_truncation_keeps_the_tokens_that_the_window_needs(index):
     o = make(8, index, sliding_window=8)
-    a = put(o, run(1, 20))  # the next query sees 13 to 20: blocks 0 to 2 are gone
+    a = put(o, run(1, 20))  # the next query sees 13 to 20: blocks 0 to 2 are freed
     assert table(o, a)[:3] == [0, 0, 0]
     for length in (0, 11, 12, 13, 18):  # the query at 18 would see 11 to 18
         before = o.state()
@@ -1054,7 +1054,7 @@ def test_truncation_never_bares_what_a_window_needs(index):
         assert o.state() == before
     o.truncate(a, 19)
     grow(o, a, 99)
-    b = put(o, run(1, 12))  # nothing that its window needs has gone
+    b = put(o, run(1, 12))  # all tokens that its window needs are cached
     assert table(o, b)[0] == 0
     o.truncate(b, 11)
     grow(o, b, 98)
@@ -1099,15 +1099,15 @@ def test_a_hit_needs_only_the_blocks_of_the_window(index):
 
 
 @both
-def test_a_gap_is_filled_and_leads_on(index):
-    """A prompt that computes what a window has left behind meets the rest of its own chain."""
+def test_filling_a_gap_connects_both_parts_of_a_chain(index):
+    """A prompt that computes the evicted middle of a chain connects to the rest of the chain."""
     o = make(12, index, sliding_window=8)
     cache(o, run(1, 24))
     o.m.evict([2, 3])
     assert o.m.lookup(run(1, 16)) == 4  # the query at 16 would see 9 to 16
     assert o.m.lookup(run(1, 24)) == 24
     heard = listen(o, events.STORED)
-    a = put(o, run(1, 19))  # its blocks 1 to 3: the last of them is there already
+    a = put(o, run(1, 19))  # its blocks 1 to 3: the last of them is cached already
     assert [e.detail["token_ids"] for e in heard] == [run(5, 8), run(9, 12)]
     o.free(a)
     assert o.m.lookup(run(1, 16)) == 16
@@ -1120,7 +1120,7 @@ def test_a_gap_is_filled_and_leads_on(index):
 
 
 @both
-def test_the_end_of_a_chain_goes_on_without_its_beginning(index):
+def test_the_end_of_a_chain_grows_without_its_beginning(index):
     """A window leaves the head of a chain idle while its tail is still in use."""
     o = make(5, index, sliding_window=4)
     a = put(o, run(1, 12))
@@ -1202,7 +1202,7 @@ def test_a_refusal_emits_only_its_own_event(index):
 
 
 class Mirror:
-    """Another program's picture of the cache, from events alone."""
+    """A mirror of the cache in another program, from events alone."""
 
     def __init__(self, window):
         self.window = window
@@ -1293,7 +1293,7 @@ def test_an_unsubscribed_listener_gets_no_events():
     heard = []
     o.m.subscribe(heard.append)
     cache(o, run(1, 4))
-    told = len(heard)
+    count = len(heard)
     o.m.unsubscribe(heard.append)
     cache(o, run(11, 14))
-    assert told == len(heard) > 0
+    assert count == len(heard) > 0
