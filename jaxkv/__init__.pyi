@@ -21,6 +21,7 @@ from .engine.outputs import RequestOutput as RequestOutput
 from .errors import ConfigError as ConfigError
 from .errors import InvariantError as InvariantError
 from .errors import JaxkvError as JaxkvError
+from .errors import ModelError as ModelError
 from .errors import OutOfBlocksError as OutOfBlocksError
 from .errors import StaleStateError as StaleStateError
 from .errors import UnknownSequenceError as UnknownSequenceError

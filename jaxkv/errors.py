@@ -36,3 +36,7 @@ class InvariantError(JaxkvError):
 
 class StaleStateError(JaxkvError, RuntimeError):
     """A `PagedState` was used after its donation to a step."""
+
+
+class ModelError(JaxkvError):
+    """A model broke its promise to the engine; see `jaxkv.engine.protocols.Model`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import jax
@@ -13,6 +14,10 @@ from jaxkv.cache.state import PagedState
 from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention import paged_attention
 from jaxkv.pallas_kernels.scatter_kv import scatter_kv
+
+# Calls of `attention` up to now. An engine reads it before and after it calls a model: one that
+# made calls and returns the pages that it was given has dropped their results.
+trace_counts: Counter[str] = Counter()
 
 
 def slots(state: PagedState, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -66,6 +71,7 @@ def attention(
       ValueError: shapes that do not fit the cache or each other; rows or positions that are not
         integers or, on the host, do not fit 32 bits.
     """
+    trace_counts["attention"] += 1
     batch = batch.in_int32()
     pool = PoolShape.of(state.kv_pages)
     num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim

@@ -13,19 +13,34 @@ import numpy as np
 
 from jaxkv._util import next_power_of_two
 from jaxkv.cache.plan import DevicePlan, apply_plan, bucket, pad_plan
-from jaxkv.cache.state import PagedState, init_state, is_stale
+from jaxkv.cache.state import PagedState, init_state
 from jaxkv.config import CacheConfig
 from jaxkv.engine.batching import Batching, StepInputs, StepShape
 from jaxkv.engine.config import SchedulerConfig
+from jaxkv.engine.processors import Processors
 from jaxkv.engine.requests import Sequence
 from jaxkv.engine.steps import Steps, make_steps
 from jaxkv.engine.work import Work
 from jaxkv.manager.records import Plan
-from jaxkv.sampling.params import LogitsProcessor
-from jaxkv.sampling.sampler import Sampled, SamplerState, copy_rows, set_rows
+from jaxkv.sampling.params import MAX_STOP_TOKENS, LogitsProcessor
+from jaxkv.sampling.sampler import Sampled, SamplerState, set_rows
 
-_LOGPROB_BUCKETS = (0, 8, 64)  # most likely tokens that a step reports
+# Most likely tokens that a step reports: 64 for a user, more for beams with many end tokens.
+_LOGPROB_BUCKETS = (0, 8, 64, 32 * (1 + MAX_STOP_TOKENS))
 _MIN_PLAN = 8  # cells and lengths of the smallest plan of a step
+
+
+class RowError(Exception):
+    """The sampler's row of a sequence could not be filled.
+
+    Attributes:
+      sequence: the sequence.
+      error: what went wrong.
+    """
+
+    def __init__(self, sequence: Sequence, error: Exception):
+        super().__init__(str(error))
+        self.sequence, self.error = sequence, error
 
 
 @dataclasses.dataclass
@@ -48,9 +63,10 @@ class Device:
 
     def __init__(self, model: Any, cache: CacheConfig, config: SchedulerConfig):
         self.cache, self.config = cache, config
+        self._vocab_size: int = model.config.vocab_size
         self._steps: Steps = make_steps(model)
         self._batching = Batching(cache, config)
-        self.processors: list[LogitsProcessor] = []
+        self.processors = Processors(self._vocab_size, cache.max_len)
         self._no_changes: dict[int, DevicePlan] = {}  # by size
         self.reset()
 
@@ -59,57 +75,36 @@ class Device:
         self.state: PagedState = init_state(self.cache)
         self.sampler: SamplerState = jax.tree.map(jnp.asarray, self._empty(self.cache.max_seqs))
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the cache was donated to a step that failed."""
-        return is_stale(self.state) or self.sampler.history.token_ids.is_deleted()
-
-    def lose(self) -> None:
-        """Drops the cache: it came out of a failed step, and nothing in it can be read."""
-        self.state.kv_pages.delete()
-
     def _empty(self, rows: int) -> SamplerState:
-        states = tuple(
-            jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, 0), processor.init())
-            for processor in self.processors
-        )
+        states = self.processors.first_states(rows)
         return SamplerState.empty(rows, self.cache.max_len).with_processor_states(states)
 
     # -- rows --------------------------------------------------------------------------------
 
     def use_processor(self, processor: LogitsProcessor | None) -> int:
-        """Index of a logits processor, -1 for none; steps are compiled with it from then on."""
+        """Slot of a logits processor for one more request, -1 for none; steps are compiled with it
+        from then on."""
         if processor is None:
             return -1
-        if processor not in self.processors:
-            rows = self.cache.max_seqs
-            first = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], rows, 0),
-                                 processor.init())  # fmt: skip
-            self.processors.append(processor)
-            states = (*self.sampler.history.processor_states, first)
-            self.sampler = self.sampler.with_processor_states(states)
-        return self.processors.index(processor)
+        slot, new = self.processors.use(processor)
+        if new:
+            first = self.processors.first_states(self.cache.max_seqs)[slot]
+            states = list(self.sampler.history.processor_states)
+            states[slot : slot + 1] = [jax.tree.map(jnp.asarray, first)]
+            self.sampler = self.sampler.with_processor_states(tuple(states))
+        return slot
 
-    def disable_processor(self, index: int) -> None:
-        """Replaces a failed logits processor by one that changes nothing."""
-        self.processors[index] = LogitsProcessor(
-            self.processors[index].init, lambda logits, state, tokens, length: (logits, state)
-        )
-
-    def drop_processors(self) -> None:
-        """Drops all logits processors, when no request uses one."""
-        if self.processors:
-            self.processors.clear()
+    def release_processor(self, slot: int) -> None:
+        """Follows the end of a request that used a logits processor."""
+        if slot >= 0 and self.processors.release(slot):
             self.sampler = self.sampler.with_processor_states(())
 
-    def processor_state(self, processor: int, row: int) -> Any:
-        """A row's state of a logits processor, to be kept while its sequence has no row."""
-        if processor < 0:
-            return None
-        return jax.tree.map(lambda x: x[row], self.sampler.history.processor_states[processor])
-
     def fill_rows(self, sequences: Seq[Sequence]) -> None:
-        """Fills the sampler's rows of admitted sequences: tokens and parameters."""
+        """Fills the sampler's rows of sequences that got one: tokens and parameters.
+
+        Raises:
+          RowError: the row of one sequence cannot be filled; no row was changed.
+        """
         if not sequences:
             return
         size = next_power_of_two(len(sequences))
@@ -118,28 +113,19 @@ class Device:
         for i, sequence in enumerate(sequences):
             request = sequence.request
             rows[i] = sequence.row
-            new.fill(
-                i, sequence.tokens, request.params, num_prompt=len(request.prompt),
-                end=request.end, stop_ids=sorted(request.stop_ids), seed=request.seed,
-                sample=sequence.sample, processor=request.processor,
-            )  # fmt: skip
-            if sequence.processor_state is not None:
-                kept = new.history.processor_states[request.processor]
-                jax.tree.map(lambda x, s, i=i: x.__setitem__(i, s), kept, sequence.processor_state)
-                sequence.processor_state = None
+            try:
+                new.fill(
+                    i, sequence.tokens, request.params, num_prompt=len(request.prompt),
+                    end=request.end, stop_ids=sorted(request.stop_ids), seed=request.seed,
+                    sample=sequence.sample, processor=request.processor,
+                )  # fmt: skip
+                if sequence.processor_state is not None:
+                    kept = new.history.processor_states[request.processor]
+                    state = sequence.processor_state.state
+                    jax.tree.map(lambda x, s, i=i: x.__setitem__(i, s), kept, state)
+            except Exception as error:
+                raise RowError(sequence, error) from error
         self.sampler = set_rows(self.sampler, rows, new)
-
-    def copy_rows(self, pairs: Seq[tuple[Sequence, Sequence]]) -> None:
-        """Copies sampler rows from parents to children, each child with its own seed and sample."""
-        if not pairs:
-            return
-        size = next_power_of_two(len(pairs))
-        sources, rows = np.zeros(size, np.int32), np.full(size, self.cache.max_seqs, np.int32)
-        seeds, samples = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
-        for i, (parent, child) in enumerate(pairs):
-            sources[i], rows[i] = parent.row, child.row
-            seeds[i], samples[i] = child.request.seed, child.sample
-        self.sampler = copy_rows(self.sampler, sources, rows, seeds, samples)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -149,7 +135,7 @@ class Device:
         shape = shape or self._batching.shape_of(work)
         inputs = self._batching.inputs(work, shape)
         options: dict[str, Any] = dict(
-            num_logprobs=_num_logprobs(work.logprobs), processors=tuple(self.processors)
+            num_logprobs=self._num_logprobs(work.logprobs), processors=tuple(self.processors)
         )
         step, size = self._steps.step, max(_MIN_PLAN, self.cache.max_seqs)
         if not shape.chunk_tokens:
@@ -179,7 +165,7 @@ class Device:
         nothing = pad_plan(Plan.empty(), cells=_MIN_PLAN, lengths=_MIN_PLAN)
         return self._run(
             self._steps.step, nothing, *inputs.args,
-            num_logprobs=_num_logprobs(logprobs), processors=tuple(self.processors),
+            num_logprobs=self._num_logprobs(logprobs), processors=tuple(self.processors),
         )  # fmt: skip
 
     def apply(self, plan: Plan) -> None:
@@ -212,12 +198,11 @@ class Device:
         jax.block_until_ready(sampled)
 
     def compile_updates(self) -> None:
-        """Compiles the updates between steps: rows that are filled, forked or moved."""
+        """Compiles the updates between steps: rows that are filled or moved."""
         max_seqs, columns = self.cache.max_seqs, self.cache.max_blocks_per_seq
         for size in _powers(max_seqs):
-            rows, numbers = np.full(size, max_seqs, np.int32), np.zeros(size, np.uint32)
+            rows = np.full(size, max_seqs, np.int32)
             self.sampler = set_rows(self.sampler, rows, self._empty(size))
-            self.sampler = copy_rows(self.sampler, rows * 0, rows, numbers, numbers)
         none = Plan.empty()
         for size in _powers(max_seqs * columns):
             if size >= _MIN_PLAN:
@@ -226,6 +211,10 @@ class Device:
             copies = np.zeros((max(_MIN_PLAN, size), 2), np.int32)  # the null block onto itself
             plan = dataclasses.replace(none, copies=copies)
             self.state = apply_plan(self.state, pad_plan(plan))
+
+    def _num_logprobs(self, wanted: int) -> int | None:
+        """Most likely tokens that a step reports, as a bucket; None: no log-probabilities."""
+        return None if wanted < 0 else min(bucket(wanted, _LOGPROB_BUCKETS), self._vocab_size)
 
     def _pad(self, plan: Plan, size: int) -> DevicePlan:
         """Pads a plan to `size` changes; unchanged parts are padding kept on the device."""
@@ -246,8 +235,3 @@ class Device:
 def _powers(size: int) -> list[int]:
     """Powers of two up to the first that holds `size`."""
     return [1 << i for i in range((size - 1).bit_length() + 1)]
-
-
-def _num_logprobs(wanted: int) -> int | None:
-    """Most likely tokens that a step reports, as a bucket; None: no log-probabilities."""
-    return None if wanted < 0 else bucket(wanted, _LOGPROB_BUCKETS)

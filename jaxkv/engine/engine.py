@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -12,7 +12,8 @@ from jaxkv.config import CacheConfig
 from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.device import Device
 from jaxkv.engine.loop import StepLoop
-from jaxkv.engine.outputs import Outputs, RequestOutput
+from jaxkv.engine.model_call import ModelRaised
+from jaxkv.engine.outputs import OutputError, Outputs, RequestOutput
 from jaxkv.engine.protocols import Model, Tokenizer
 from jaxkv.engine.requests import Sequence, Status
 from jaxkv.engine.scheduler import Scheduler
@@ -24,11 +25,14 @@ from jaxkv.engine.validation import (
     require_beams_fit,
     require_fits,
     require_manager_fits,
+    require_order_and_keys,
 )
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.manager.block_manager import BlockManager
 from jaxkv.progress_bar import progress_bar
+from jaxkv.sampling.checks import INT32_MAX, Integer, TokenIds, within
 from jaxkv.sampling.params import BeamSearchParams, SamplingParams
+from jaxkv.sampling.sampler import ProcessorError
 
 AnyParams = SamplingParams | BeamSearchParams
 
@@ -93,7 +97,8 @@ class Engine:
         self.manager, self.clock = manager, manager.clock
         self.vocab_size = model.config.vocab_size
         eos = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        self.eos_token_ids = tuple(eos)
+        self.eos_token_ids: tuple[int, ...] = TokenIds()("eos_token_ids", eos)
+        within("eos_token_ids", self.eos_token_ids, self.vocab_size)
         longest = min(cache.max_len, manager.max_blocks_per_seq * manager.block_size)
         self.max_len = min(longest, model.config.max_position_embeddings)
         self._scheduler = Scheduler(manager, self.config)
@@ -102,7 +107,10 @@ class Engine:
         self._loop = StepLoop(
             manager, self._scheduler, self._device, self._outputs, clock=self.clock, seed=seed
         )
-        self._kept: list[RequestOutput] = []  # outputs of other requests while `generate` ran
+        self._kept: list[RequestOutput] = []  # outputs of other requests while `generate` runs
+        self._handed: list[RequestOutput] = []  # outputs that the last `step` returned
+        self._generating = False
+        self._dropped: set[Hashable] = set()  # requests of a `generate` that did not end
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -131,6 +139,10 @@ class Engine:
             numbers. Nothing was changed.
         """
         params = params or SamplingParams()
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise ConfigError(
+                f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}"
+            )
         beams = params if isinstance(params, BeamSearchParams) else None
         if beams is not None:
             params = SamplingParams(
@@ -141,8 +153,11 @@ class Engine:
         tokens = checked_prompt(
             prompt, self.tokenizer, max_len=self.max_len, vocab_size=self.vocab_size
         )
+        within("logit_bias", params.logit_bias, self.vocab_size)
+        within("stop_token_ids", params.stop_token_ids, self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ConfigError(f"stop={params.stop} needs the engine's tokenizer=")
+        require_order_and_keys(request_id, priority, namespace)
         if request_id is not None and request_id in self._loop.requests:
             raise ConfigError(f"request {request_id!r} is running already; give another id")
         end = min(len(tokens) + params.max_tokens, self.max_len)
@@ -150,28 +165,45 @@ class Engine:
         if beams is not None:
             require_beams_fit(self.manager, beams.width, len(tokens), end)
         stop_ids = checked_stop_ids(params.stop_token_ids, self.eos_token_ids, params.ignore_eos)
-        request = self._loop.new_request(
-            request_id, tokens, params, priority, namespace, stop_ids, end,
-            unforked=params.num_samples - 1,
-        )  # fmt: skip
-        first = self._scheduler.sequence(request, tokens)
-        if end == len(tokens):  # no token is requested, or none fits
-            request.unforked = 0
-            self._loop.finish(first, "length")
-            return request.id
-        if beams is not None:
-            request.beam = Beam(beams, len(tokens), stop_ids, end)
-            request.logprobs = 2 * beams.width
-            self._loop.searching.append(request)
-        self._scheduler.add(first)
+        if (problem := self._processor_problem(params)) is not None:
+            params = dataclasses.replace(params, logits_processor=None)  # it ends at once
+        with self._loop.whole:
+            request = self._loop.new_request(
+                request_id, tokens, params, priority, namespace, stop_ids, end,
+                unforked=params.num_samples - 1,
+            )  # fmt: skip
+            first = self._scheduler.sequence(request, tokens)
+            if beams is not None:
+                request.beam = Beam(beams, tokens, stop_ids, end)
+                request.logprobs = min(request.beam.num_candidates, self.vocab_size)
+            # No token is requested, or none fits: only scores of the prompt may be left to compute.
+            nothing = end == len(tokens) and not request.wants_prompt_logprobs
+            if nothing or problem is not None:
+                while request.unforked:
+                    request.unforked -= 1
+                    self._scheduler.sequence(request, tokens)
+                self._loop.open(request)
+                self._loop.end(request, "error" if problem else "length", problem)
+                return request.id
+            self._scheduler.add(first)
+            self._loop.open(request)
         return request.id
+
+    def _processor_problem(self, params: SamplingParams) -> ProcessorError | None:
+        """What is wrong with a request's logits processor: it ends that request alone."""
+        if params.logits_processor is None:
+            return None
+        try:
+            self._device.processors.check(params.logits_processor)
+        except ProcessorError as error:
+            return error
+        return None
 
     def abort(self, request_id: Hashable) -> None:
         """Ends a request and all its samples. Unknown or finished requests are ignored."""
-        if (request := self._loop.requests.get(request_id)) is not None:
-            request.unforked = 0
-            for sequence in list(request.samples):
-                self._loop.finish(sequence, "abort")
+        with self._loop.whole:
+            if (request := self._loop.requests.get(request_id)) is not None:
+                self._loop.end(request, "abort")
 
     def fork(
         self, request_id: Hashable, *, new_id: Hashable = None, seed: int | None = None
@@ -192,34 +224,34 @@ class Engine:
           JaxkvError: no such request is running, it has several samples, or the id is in use.
         """
         parent = self._running_sample(request_id)
+        if seed is not None:
+            seed = Integer(0, 2**32 - 1)("seed", seed)
+        require_order_and_keys(new_id, 0, None)
         if new_id is not None and new_id in self._loop.requests:
             raise JaxkvError(f"request {new_id!r} is running already; give another id")
         old = parent.request
-        request = self._loop.new_request(
-            new_id, old.prompt, dataclasses.replace(old.params, seed=seed), 0, old.namespace,
-            old.stop_ids, old.end,
-        )  # fmt: skip
-        request.num_cached_tokens = old.num_cached_tokens
-        request.prompt_logprobs = old.prompt_logprobs
-        if old.timings.first_token is not None:  # the child has its first token already
-            request.timings.first_token = request.timings.submitted
-        child = self._scheduler.sequence(request, parent.tokens)
-        self._outputs.copy(parent, child)
-        child.logprobs, child.cumulative_logprob = [*parent.logprobs], parent.cumulative_logprob
-        runs = parent.status is Status.RUNNING
-        # A prompt is not computed twice: the child of a request in prefill waits for it.
-        if (
-            not runs
-            or self._scheduler.rows.prefilling(parent)
-            or not self._scheduler.fork(parent, child)
-        ):
-            child.processor_state = (
-                self._device.processor_state(old.processor, parent.row)
-                if runs
-                else parent.processor_state
-            )
-            self._scheduler.add(child)  # finds the parent's full blocks in the prefix cache
-        self._loop.apply_changes()
+        with self._loop.whole:
+            request = self._loop.new_request(
+                new_id, old.prompt, dataclasses.replace(old.params, seed=seed),
+                -old.order[0], old.namespace, old.stop_ids, old.end,
+            )  # fmt: skip
+            request.num_cached_tokens = old.num_cached_tokens
+            request.prompt_logprobs = old.prompt_logprobs
+            if old.timings.first_token is not None:  # the child has its first token already
+                request.timings.first_token = request.timings.submitted
+            child = self._scheduler.sequence(request, parent.tokens)
+            self._outputs.copy(parent, child)
+            child.logprobs = [*parent.logprobs]
+            child.cumulative_logprob = parent.cumulative_logprob
+            child.processor_state = parent.processor_state
+            # A prompt is not computed twice: the child of a request in prefill waits for it.
+            if (
+                parent.status is not Status.RUNNING
+                or self._scheduler.rows.prefilling(parent)
+                or not self._scheduler.fork(parent, child)
+            ):
+                self._scheduler.add(child)  # finds the parent's full blocks in the prefix cache
+            self._loop.open(request)
         return request.id
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
@@ -234,7 +266,8 @@ class Engine:
         """
         sequence = self._running_sample(request_id)
         generated = len(sequence.tokens) - len(sequence.request.prompt)
-        if not 0 <= num_tokens <= generated:
+        num_tokens = Integer(0, INT32_MAX)("num_tokens", num_tokens)
+        if num_tokens > generated:
             raise JaxkvError(f"cannot roll back {num_tokens} tokens: {generated} are generated")
         if sequence.request.processor >= 0:
             raise JaxkvError(
@@ -242,13 +275,12 @@ class Engine:
             )
         if not num_tokens:
             return
-        sequence.tokens = sequence.tokens[:-num_tokens]
-        if sequence.logprobs:
-            gone = sequence.logprobs[-num_tokens:]
-            del sequence.logprobs[-num_tokens:]
-            sequence.cumulative_logprob -= sum(x.logprob for x in gone)
-        self._scheduler.cut(sequence)
-        self._outputs.cut(sequence)
+        with self._loop.whole:
+            self._scheduler.cut(sequence, len(sequence.tokens) - num_tokens)
+            if sequence.logprobs:
+                del sequence.logprobs[-num_tokens:]
+                sequence.cumulative_logprob = sum(one.logprob for one in sequence.logprobs)
+            self._outputs.cut(sequence)
 
     def verify(self, request_id: Hashable, draft_tokens: Seq[int]) -> list[int]:
         """Speculative decoding: keeps the tokens of a draft that the model would have sampled.
@@ -270,9 +302,8 @@ class Engine:
             several samples or a logits processor.
           ConfigError: a token outside the vocabulary.
         """
-        draft = [int(token) for token in draft_tokens]
-        if draft and not (min(draft) >= 0 and max(draft) < self.vocab_size):
-            raise ConfigError(f"draft {draft} has tokens outside the vocabulary")
+        draft = list(TokenIds()("draft_tokens", draft_tokens))
+        within("draft_tokens", draft, self.vocab_size)
         sequence = self._one_sample(request_id)
         if sequence.request.processor >= 0:
             raise JaxkvError(
@@ -288,7 +319,8 @@ class Engine:
             came = sequence.tokens[known:]  # by steps in flight
             draft = draft[len(came) :] if draft[: len(came)] == came else []
             room = min(rows.left(sequence), self.config.max_tokens_per_step) - 1
-            self._loop.verify(sequence, draft[:room])
+            with self._loop.whole:
+                self._loop.verify(sequence, draft[:room])
         return sequence.tokens[known:]
 
     def _one_sample(self, request_id: Hashable) -> Sequence:
@@ -327,12 +359,15 @@ class Engine:
         """
         self._loop.drain()
         began, shapes = time.perf_counter(), self._device.shapes(drafts=drafts)
-        with progress_bar(shown=progress) as bar:
+        with progress_bar(shown=progress) as bar, self._loop.whole:
             task = bar.add_task("compiling", total=len(shapes) + 1)
             self._device.compile_updates()
             for shape in shapes:
                 bar.advance(task)
-                self._device.compile(shape)
+                try:
+                    self._device.compile(shape)
+                except ModelRaised as raised:
+                    raise raised.error from None
         seconds = time.perf_counter() - began
         self._loop.stats.compile_seconds += seconds
         return seconds
@@ -343,15 +378,24 @@ class Engine:
         Without work it does nothing. An error inside a step ends the requests of that step, with
         the error in their outputs; the engine goes on.
         """
-        if self._loop.searching:
-            self._loop.drain()  # the next step depends on the chosen hypotheses
-        idle = not self._loop.in_flight
-        sent = self._loop.send()
-        while len(self._loop.in_flight) > bool(sent and self.config.pipeline):
-            self._loop.collect(self._loop.in_flight.popleft())
+        self._advance()
+        return self._hand_out()
+
+    def _advance(self) -> None:
+        """Dispatches the next step and takes in the one before."""
+        loop = self._loop
+        if self._dropped:  # an interrupt came before they were aborted
+            self._drop(())
+        if loop.searching:
+            loop.drain()  # the next step depends on the chosen hypotheses
+        idle = not loop.in_flight
+        sent = loop.send()
+        while len(loop.in_flight) > bool(sent and self.config.pipeline):
+            loop.collect()
         if idle and sent is None and self._scheduler.waiting:
-            self._loop.refuse(self._scheduler.waiting[0])
-        return self._take_outputs()
+            with loop.whole:
+                if (request := self._scheduler.resolve_stall()) is not None:
+                    loop.refuse(request)
 
     def drain(self) -> list[RequestOutput]:
         """Waits for the steps in flight, dispatches none, and returns their outputs.
@@ -360,13 +404,25 @@ class Engine:
         a request that has ended.
         """
         self._loop.drain()
-        return self._take_outputs()
+        return self._hand_out()
+
+    def _hand_out(self) -> list[RequestOutput]:
+        self._handed = self._take_outputs()
+        if not self._generating or not (self._loop.requests or self._loop.in_flight):
+            self._handed, self._kept = self._kept + self._handed, []
+        return self._handed
 
     def _take_outputs(self) -> list[RequestOutput]:
+        """Outputs since the last call; a request whose output cannot be made ends alone."""
         began = time.perf_counter()
-        outputs, self._kept = self._kept + self._outputs.take(), []
-        self._loop.stats.host.detokenize += time.perf_counter() - began
-        return outputs
+        while True:
+            try:
+                return self._outputs.take()
+            except OutputError as failed:
+                with self._loop.whole:
+                    self._loop.fail_output(failed.sequence, failed.error)
+            finally:
+                self._loop.stats.host.detokenize += time.perf_counter() - began
 
     def stream(self) -> Iterator[RequestOutput]:
         """Yields outputs as they arrive, until no request is left."""
@@ -399,39 +455,57 @@ class Engine:
         if len(params) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(params)} sampling parameters")
         ids: list[Hashable] = []
+        last: dict[Hashable, dict[int, RequestOutput]] = {}
+        self._generating, self._handed = True, []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                ids.append(self.submit(prompt, one))
-        except ConfigError as error:
-            self._drop(ids)
-            raise ConfigError(f"prompt {len(ids)}: {error}") from None
-        last: dict[Hashable, dict[int, RequestOutput]] = {request_id: {} for request_id in ids}
-        places = {request_id: i for i, request_id in enumerate(ids)}
-        open_ids, others = set(ids), list[RequestOutput]()
-        try:
+                ids.append(self._loop.new_id())
+                last[ids[-1]] = {}
+                self._submit_one(len(ids) - 1, prompt, one, ids[-1])
+            places = {request_id: i for i, request_id in enumerate(ids)}
+            unfinished = set(ids)
             with progress_bar(shown=progress) as bar:
                 task = bar.add_task("generating", total=len(ids))
-                while open_ids:
-                    for output in self.step():
-                        if output.request_id in last:
-                            last[output.request_id][output.sample] = output
-                            if on_token is not None:
-                                for token in output.new_token_ids:
-                                    on_token(places[output.request_id], token)
-                        else:
-                            others.append(output)
-                    open_ids &= self._loop.requests.keys()
-                    bar.update(task, completed=len(ids) - len(open_ids))
+                while unfinished:
+                    outputs = self.step()
+                    self._keep_others(last)
+                    for output in outputs:
+                        if output.request_id not in last:
+                            continue
+                        last[output.request_id][output.sample] = output
+                        if output.finished and not self.is_running(output.request_id):
+                            unfinished.discard(output.request_id)
+                        if on_token is not None:
+                            for token in output.new_token_ids:
+                                on_token(places[output.request_id], token)
+                    bar.update(task, completed=len(ids) - len(unfinished))
         finally:
-            self._drop(ids)  # unfinished ones, after an interrupt
-            self._kept += others
+            self._keep_others(last)
+            self._generating = False
+            self._drop(ids)  # unfinished ones, after an error or an interrupt
         return [[last[i][sample] for sample in sorted(last[i])] for i in ids]
+
+    def _keep_others(self, mine: Container[Hashable]) -> None:
+        """Keeps those outputs of the last step that belong to other requests."""
+        self._kept += [o for o in self._handed if o.request_id not in mine]
+        self._handed = []
+
+    def _submit_one(
+        self, number: int, prompt: str | Seq[int], params: AnyParams, request_id: Hashable
+    ) -> None:
+        try:
+            self.submit(prompt, params, request_id=request_id)
+        except ConfigError as error:
+            raise ConfigError(f"prompt {number}: {error}") from None
 
     def _drop(self, request_ids: Iterable[Hashable]) -> None:
         """Aborts requests and drops their outputs."""
-        for request_id in request_ids:
+        self._dropped.update(request_ids)
+        for request_id in self._dropped:
             self.abort(request_id)
-        self._outputs.forget(request_ids)
+        self._outputs.forget(self._dropped)
+        self._kept = [o for o in self._kept if o.request_id not in self._dropped]
+        self._dropped = set()
 
     def is_running(self, request_id: Hashable) -> bool:
         """Whether a request has unfinished samples."""
@@ -440,7 +514,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has work to do or outputs to return."""
-        return bool(self._loop.requests or self._loop.in_flight or self._outputs or self._kept)
+        loop = self._loop
+        return bool(loop.requests or loop.in_flight or self._outputs or self._kept)
 
     def stats(self) -> EngineStats:
         """Engine counters, and blocks by use."""
@@ -449,6 +524,7 @@ class Engine:
         return dataclasses.replace(
             self._loop.stats,
             host=dataclasses.replace(self._loop.stats.host),
+            preemptions=self._scheduler.num_preemptions,
             waiting=len(self._scheduler.waiting),
             running=len(self._scheduler.running),
             blocks=dataclasses.replace(blocks, used_slots=used),

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 
 from jaxkv.engine.protocols import Tokenizer
 from jaxkv.engine.requests import FinishReason, Request, Sequence, TextState, Timings, TokenLogprobs
+from jaxkv.errors import JaxkvError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Extras:
 
     new_text: str = ""
     text: str = ""
-    error: str | None = None
+    error: Exception | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
@@ -42,6 +43,15 @@ class RequestOutput:
     _begin: int  # of the new ones
     _end: int
     _extras: Extras = NO_EXTRAS
+
+    def confirm(self) -> None:
+        """Counts the tokens, the text and the end as reported."""
+        sequence = self._sequence
+        sequence.num_reported = self._end
+        if self._extras is not NO_EXTRAS:
+            sequence.text.num_shown = max(sequence.text.num_shown, len(self.text))
+        if self.finish_reason is not None:
+            sequence.end_reported = True
 
     @property
     def request_id(self) -> Hashable:
@@ -91,6 +101,14 @@ class RequestOutput:
     @property
     def error(self) -> str | None:
         """Error message when the finish reason is "error", else None."""
+        error = self._extras.error
+        if error is None or isinstance(error, JaxkvError):
+            return None if error is None else str(error)
+        return f"{type(error).__name__}: {error}"
+
+    @property
+    def exception(self) -> Exception | None:
+        """The error itself, with its traceback, when the finish reason is "error"."""
         return self._extras.error
 
     @property
@@ -135,6 +153,19 @@ class RequestOutput:
         return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
+class OutputError(Exception):
+    """An output could not be made.
+
+    Attributes:
+      sequence: its sequence.
+      error: what went wrong.
+    """
+
+    def __init__(self, sequence: Sequence, error: Exception):
+        super().__init__(str(error))
+        self.sequence, self.error = sequence, error
+
+
 class Outputs:
     """Collects the outputs of sequences with new tokens since the last call of `take`.
 
@@ -145,9 +176,10 @@ class Outputs:
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._news: dict[Sequence, bool] = {}  # in order; True: only token ids to report
+        self._made: list[RequestOutput] | None = None  # by a `take` that did not come to its end
 
     def __bool__(self) -> bool:
-        return bool(self._news)
+        return bool(self._news or self._made)
 
     def note(self, sequence: Sequence) -> None:
         """Marks a sequence for the next outputs; best-of samples are marked when all have ended."""
@@ -178,18 +210,22 @@ class Outputs:
 
     def finds_stop_text(self, sequence: Sequence) -> bool:
         """Whether a stop text of the request is complete; cuts the text before it."""
-        request, text = sequence.request, sequence.text
         self._decode(sequence)
-        searched, text.num_searched = text.num_searched, len(text.value)
-        if len(sequence.tokens) - len(request.prompt) <= request.params.min_tokens:
+        params, text = sequence.request.params, sequence.text
+        found = list[int]()
+        if len(sequence.tokens) - len(sequence.request.prompt) > params.min_tokens:
+            # A stop text may have begun with earlier tokens, but not have been complete before.
+            starts = [max(0, text.num_searched - len(stop) + 1) for stop in params.stop]
+            ends = map(text.value.find, params.stop, starts)
+            found = [at for at in ends if at >= 0]
+        if not found:
+            text.num_searched = len(text.value)
             return False
-        # A stop text may have begun with earlier tokens, but not have been complete before.
-        ends = [text.value.find(x, max(0, searched - len(x) + 1)) for x in request.params.stop]
-        found = [at for at in ends if at >= 0]
-        if found:
-            text.value = text.value[: min(found)]
-            text.stopped = True
-        return bool(found)
+        text.decoding = True  # an interrupt leaves a text that is decoded, and cut, again
+        text.value = text.value[: min(found)]
+        text.stopped = True
+        text.decoding = False
+        return True
 
     def cut(self, sequence: Sequence) -> None:
         """Follows a rollback: decodes the text again; later outputs continue from there."""
@@ -209,56 +245,80 @@ class Outputs:
         """Drops unreported outputs of these requests."""
         gone = set(request_ids)
         self._news = {s: bare for s, bare in self._news.items() if s.request.id not in gone}
+        if self._made is not None:
+            self._made = [made for made in self._made if made.request_id not in gone]
 
     def take(self) -> list[RequestOutput]:
-        """Outputs of all marked sequences; clears the marks."""
-        news, self._news = self._news, {}
-        outputs = []
-        for sequence, bare in news.items():
-            begin, tokens = sequence.num_reported, sequence.tokens
-            sequence.num_reported = end = len(tokens)
+        """Outputs of all marked sequences; clears the marks.
+
+        Interrupted, it loses none: the next call returns what this one had made.
+
+        Raises:
+          OutputError: the tokenizer raised; the other outputs come with the next call.
+        """
+        if self._made is None:
+            self._made = [self._output(s, bare) for s, bare in self._news.items() if _has_news(s)]
+            self._news = {}
+        for output in self._made:
+            output.confirm()
+        made, self._made = self._made, None
+        return made
+
+    def _output(self, sequence: Sequence, bare: bool) -> RequestOutput:
+        begin, tokens = sequence.num_reported, sequence.tokens
+        try:
             extras = NO_EXTRAS if bare else self._extras(sequence, begin)
-            outputs.append(
-                RequestOutput(sequence.finish_reason, sequence, tokens, begin, end, extras)
-            )
-        return outputs
+        except Exception as error:
+            raise OutputError(sequence, error) from error
+        return RequestOutput(sequence.finish_reason, sequence, tokens, begin, len(tokens), extras)
 
     def _decode(self, sequence: Sequence) -> None:
         """Decodes the tokens that the text does not cover yet."""
         text = sequence.text
+        if text.decoding or text.num_decoded > len(sequence.tokens):  # interrupted: from the start
+            text = sequence.text = TextState(
+                num_searched=text.num_searched, num_shown=text.num_shown
+            )
         if text.detokenizer is None:
             assert self._tokenizer is not None
             text.detokenizer = self._tokenizer.stream()
             text.num_decoded = len(sequence.request.prompt)
+        text.decoding = True
         new = sequence.tokens[text.num_decoded :]
         text.num_decoded += len(new)
         text.value += text.detokenizer.push(new)
         if sequence.finish_reason is not None:
             text.value += text.detokenizer.flush()
+        text.decoding = False
 
     def _extras(self, sequence: Sequence, begin: int) -> Extras:
         request, params = sequence.request, sequence.request.params
         texts, keeps = params.detokenize and self._tokenizer is not None, request.logprobs >= 0
-        reported = begin - len(request.prompt)
-        new_text = self._new_text(sequence) if texts else ""
+        reported, shown = begin - len(request.prompt), sequence.text.num_shown
+        text = self._text(sequence) if texts else ""
         return Extras(
-            new_text, sequence.text.value[: sequence.text.num_shown], sequence.error,
+            text[shown:], text, sequence.error,
             sequence.logprobs[reported:] if keeps and params.logprobs is not None else None,
             None if reported else request.prompt_logprobs,
             sequence.cumulative_logprob if keeps else None,
         )  # fmt: skip
 
-    def _new_text(self, sequence: Sequence) -> str:
-        """Text to report now. A tail that may become a stop text is held back."""
-        text = sequence.text
-        if not text.stopped:
+    def _text(self, sequence: Sequence) -> str:
+        """Text to report up to now. A tail that may become a stop text is held back."""
+        # After an error the tokenizer may be its cause: the text stays as it is.
+        if not sequence.text.stopped and sequence.error is None:
             self._decode(sequence)
+        text = sequence.text
         safe = len(text.value)
         if sequence.finish_reason is None:
             safe -= _could_begin(text.value, sequence.request.params.stop)
-        new = text.value[text.num_shown : safe]
-        text.num_shown = max(text.num_shown, safe)
-        return new
+        return text.value[: max(text.num_shown, safe)]
+
+
+def _has_news(sequence: Sequence) -> bool:
+    """Whether there is something that no output has reported."""
+    ended = sequence.finish_reason is not None
+    return len(sequence.tokens) > sequence.num_reported or ended > sequence.end_reported
 
 
 def _mean_logprob(sequence: Sequence) -> float:

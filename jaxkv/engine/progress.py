@@ -45,6 +45,7 @@ class Progress:
       stop_ids: i64[R, MAX_STOP_TOKENS]; -1 where unused.
       simple: bool[R]; tokens are appended and reported, with no other work per token.
       unsent: bool[R]; the newest token was chosen by the host and is not on the device yet.
+      processor: i64[R]; slot of the logits processor, -1 for none.
       needs_sync: bool[R]; the next step depends on the tokens of this one, as in a beam search.
     """
 
@@ -60,6 +61,7 @@ class Progress:
         self.simple = np.zeros(max_seqs, bool)
         self.unsent = np.zeros(max_seqs, bool)
         self.needs_sync = np.zeros(max_seqs, bool)
+        self.processor = np.full(max_seqs, -1, np.int64)
         self._decodes: Decodes | None = None
 
     def open(self, sequence: Sequence, row: int, *, scheduled: int, appended: int) -> None:
@@ -79,7 +81,9 @@ class Progress:
             and not params.stop
             and request.beam is None
             and params.num_samples == params.n
+            and request.processor < 0
         )
+        self.processor[row] = request.processor
 
     def close(self, sequence: Sequence) -> None:
         """Frees the row of a sequence."""
@@ -148,7 +152,8 @@ class Progress:
 
     def num_in_flight(self, sequence: Sequence) -> int:
         """Number of tokens in flight: sampled, or being sampled, and not on the host yet."""
-        if self.prefilling(sequence):
+        # The token of a hypothesis with candidates has come; its search takes it in.
+        if self.prefilling(sequence) or sequence.candidates is not None:
             return 0
         return int(self.scheduled[sequence.row] + 1 - self.known[sequence.row])
 

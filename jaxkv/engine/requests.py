@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,20 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+class ProcessorState(NamedTuple):
+    """State of a logits processor, on the host.
+
+    Attributes:
+      length: tokens of the sequence, the last included.
+      token: the token after which it is the state.
+      state: PyTree of arrays.
+    """
+
+    length: int
+    token: int
+    state: Any
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """A submitted request.
@@ -98,6 +112,11 @@ class Request:
     beam: Beam | None = None
 
     @property
+    def is_over(self) -> bool:
+        """Whether all of its samples have ended."""
+        return not self.unforked and all(s.finish_reason is not None for s in self.samples)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt are still missing."""
         have = -1 if self.prompt_logprobs is None else len(self.prompt_logprobs)
@@ -114,6 +133,7 @@ class TextState:
       num_searched: leading characters in which no stop text ends.
       num_shown: leading characters that outputs have reported.
       stopped: whether a stop text was found.
+      decoding: whether a call of the detokenizer is running, or did not come to its end.
       detokenizer: streaming detokenizer; None before the first token is decoded.
     """
 
@@ -122,6 +142,7 @@ class TextState:
     num_searched: int = 0
     num_shown: int = 0
     stopped: bool = False
+    decoding: bool = False
     detokenizer: TextStream | None = None
 
 
@@ -139,13 +160,14 @@ class Sequence:
       row: row of the block table and of the sampler; -1 without blocks.
       num_in_flight: sampled tokens that had not arrived when the sequence lost its row.
       finish_reason: reason of its end; None while it runs.
-      error: error message, after a failure.
+      error: the error, after a failure.
       num_reported: leading tokens that outputs have reported, the prompt included.
+      end_reported: whether an output has reported the end.
       text: text of the output; written by `Outputs` alone.
       logprobs: log-probabilities of the output tokens, if kept.
       cumulative_logprob: sum of the output tokens' log-probabilities.
       num_preemptions: number of preemptions.
-      processor_state: state of its logits processor while it has no row.
+      processor_state: state of its logits processor after the last token; None: the first state.
       hashes: hashes of its leading blocks, as far as they were needed.
       waits_for: hash of the missing block that another sequence is computing.
       candidates: (ids, log-probabilities) of its most likely next tokens, until its beam search has
@@ -157,16 +179,17 @@ class Sequence:
     sample: int
     tokens: list[int]
     num_reported: int
+    end_reported: bool = False
     status: Status = Status.NEW
     row: int = -1
     num_in_flight: int = 0
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: Exception | None = None
     text: TextState = dataclasses.field(default_factory=lambda: TextState())
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_preemptions: int = 0
-    processor_state: Any = None
+    processor_state: ProcessorState | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     waits_for: bytes = b""
     candidates: tuple[np.ndarray, np.ndarray] | None = None

@@ -7,7 +7,6 @@ one place preempts. Host code: imports no JAX.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 
 import numpy as np
@@ -27,19 +26,6 @@ from jaxkv.manager.block_manager import BlockManager
 LOOKAHEAD = 3
 
 
-@dataclasses.dataclass
-class Changes:
-    """Row changes that the device has not seen yet.
-
-    Attributes:
-      preempted: (sequence, the row it had) of sequences that lost their blocks.
-      forks: (parent, child) of children that got a row, which is to become a copy of the parent's.
-    """
-
-    preempted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
-    forks: list[tuple[Sequence, Sequence]] = dataclasses.field(default_factory=list)
-
-
 class Scheduler:
     """Waiting and running sequences, and their order.
 
@@ -51,20 +37,30 @@ class Scheduler:
       waiting: sequences without blocks, in order of admission.
       running: sequences with blocks, in order; the last is preempted first.
       rows: progress of the running sequences, by row.
+      unfilled: sequences that got a row which the device has not filled yet.
+      isolated: slots of logits processors that never share a step, since a step with several of
+        them failed and one of them may be the cause.
+      num_preemptions: preemptions up to now.
     """
 
     def __init__(self, manager: BlockManager, config: SchedulerConfig):
         self.manager, self.config = manager, config
+        self.num_preemptions = 0
+        self.isolated: set[int] = set()
+        self._turn = -1  # the isolated slot whose sequences this step may hold
+        self._keys = itertools.count()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all sequences and their rows; the manager has been reset too."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.rows = Progress(manager.max_seqs)
-        self._changes = Changes()
-        self._in_order: np.ndarray | None = (
-            None  # rows of the running sequences, cached until they change
-        )
-        self._prefixes = PrefixesInFlight(manager, enabled=config.defer_shared_prefixes)
+        self.unfilled: list[Sequence] = []
+        self.rows = Progress(self.manager.max_seqs)
+        # Rows of the running sequences, cached until they change.
+        self._in_order: np.ndarray | None = None
+        self._prefixes = PrefixesInFlight(self.manager, enabled=self.config.defer_shared_prefixes)
         self._steps_since_sync = 0  # decode steps whose tokens the manager may not have
-        self._keys = itertools.count()
 
     # -- coming and going --------------------------------------------------------------------
 
@@ -83,7 +79,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended; its full blocks stay in the prefix cache."""
         if sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
+            _remove(self.waiting, sequence)
         elif sequence.status is Status.RUNNING:
             self._release(sequence)
         sequence.status = Status.FINISHED
@@ -93,9 +89,12 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_order)
         sequence.status, self._in_order = Status.RUNNING, None
         self.rows.open(sequence, row, scheduled=scheduled, appended=appended)
+        self.unfilled.append(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        _remove(self.running, sequence)
+        if sequence in self.unfilled:
+            self.unfilled.remove(sequence)
         self._in_order = None
         if sequence.error is None:
             self._sync(np.array([sequence.row]))
@@ -111,10 +110,10 @@ class Scheduler:
         else:
             sequence.num_in_flight -= 1
 
-    def take_changes(self) -> Changes:
-        """Row changes since the last call. The device applies them before the next step."""
-        changes, self._changes = self._changes, Changes()
-        return changes
+    def take_unfilled(self) -> list[Sequence]:
+        """Sequences whose rows the device must fill before the next step."""
+        unfilled, self.unfilled = self.unfilled, []
+        return unfilled
 
     def preempt(self, sequence: Sequence, reason: str) -> None:
         """Frees a sequence's blocks; what it had computed may be found again when it resumes.
@@ -125,16 +124,18 @@ class Scheduler:
         for victim in group if sequence.request.beam else [sequence]:
             detail = {"reason": reason, "request": victim.request.id, "sample": victim.sample}
             self.manager.note(events.PREEMPT, victim.key, detail)
-            self._changes.preempted.append((victim, victim.row))
             self._release(victim)
             victim.candidates = None
             victim.num_preemptions += 1
+            self.num_preemptions += 1
             self.add(victim)
 
     # -- a step ------------------------------------------------------------------------------
 
     def schedule(self) -> Work | None:
         """The next step; None if there is no work until tokens in flight arrive."""
+        self._make_way()
+        self._take_turns()
         progress, rows = self.rows, self._running_rows()
         if self._steps_since_sync >= self.manager.block_size:
             self._sync(rows)
@@ -144,6 +145,9 @@ class Scheduler:
         decoding = scheduled + 1 < progress.end[rows]  # the last token is not in flight
         decoding &= ~prefilling
         decoding &= (progress.known[rows] > scheduled) | ~progress.needs_sync[rows]
+        if self.isolated:
+            may_run = self._may_run(rows)
+            decoding, prefilling = decoding & may_run, prefilling & may_run
         begun = rows[prefilling].tolist()
         rows = self._reserve(rows if decoding.all() else rows[decoding])
         budget = self.config.max_tokens_per_step
@@ -152,8 +156,7 @@ class Scheduler:
             if budget and progress.keys[row] >= 0:  # not preempted meanwhile
                 chunks.append(self._chunk(row, budget))
                 budget -= chunks[-1].count
-        admitted: list[Sequence] = []
-        budget = self._admit(chunks, admitted, budget)
+        admitted = self._admit(chunks, budget)
         decodes, num_steps = progress.decodes(rows), 1
         alone = not chunks and not decodes.needs_sync
         if len(rows) and alone and self.config.decode_steps_per_dispatch > 1:
@@ -195,6 +198,23 @@ class Scheduler:
             self._prefixes.computed(chunk.sequence, chunk.start, chunk.start + chunk.count)
         if keys:
             self.manager.commit_batch(keys, counts)
+
+    def _take_turns(self) -> None:
+        """Chooses the isolated logits processor of this step, the next one with sequences."""
+        if self.isolated:
+            live = {s.request.processor for s in (*self.running, *self.waiting)}
+            live &= self.isolated
+            self._turn = min((p for p in live if p > self._turn), default=min(live, default=-1))
+
+    def _has_turn(self, sequence: Sequence) -> bool:
+        """Whether a sequence may be in this step."""
+        slot = sequence.request.processor
+        return slot not in self.isolated or slot == self._turn
+
+    def _may_run(self, rows: np.ndarray) -> np.ndarray:
+        """bool[n]; whether the sequences in these rows may be in this step; see `_has_turn`."""
+        slots = self.rows.processor[rows]
+        return ~np.isin(slots, list(self.isolated)) | (slots == self._turn)
 
     def _running_rows(self) -> np.ndarray:
         """Rows of the running sequences, in order."""
@@ -281,14 +301,18 @@ class Scheduler:
 
     # -- rollback and drafts -----------------------------------------------------------------
 
-    def cut(self, sequence: Sequence) -> None:
-        """Follows a rollback: positions past the sequence's tokens are computed again."""
-        self._prefixes.cut(sequence, len(sequence.tokens))
-        if sequence.status is not Status.RUNNING:
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Rolls a sequence back to its first `length` tokens; its next step computes the last one
+        again, since its logits are needed."""
+        runs = sequence.status is Status.RUNNING
+        if runs:  # first: computed blocks that the manager does not know would count as unused
+            self._sync(np.array([sequence.row]))
+        sequence.tokens = sequence.tokens[:length]
+        self._prefixes.cut(sequence, length)
+        if not runs:
             return
-        progress, row, length = self.rows, sequence.row, len(sequence.tokens)
+        progress, row = self.rows, sequence.row
         progress.known[row], progress.slots[row] = length, 0
-        # The last token is computed again, since its logits are needed.
         progress.scheduled[row] = min(progress.scheduled[row], length - 1)
         progress.appended[row] = min(progress.appended[row], length)
         if progress.appended[row] > progress.scheduled[row] >= length - 1:
@@ -317,15 +341,29 @@ class Scheduler:
 
     # -- admission ---------------------------------------------------------------------------
 
-    def _admit(self, chunks: list[Chunk], admitted: list[Sequence], budget: int) -> int:
-        """Admits waiting sequences in order while blocks last; returns the remaining budget."""
-        deferred = 0
+    def _make_way(self) -> None:
+        """Preempts running sequences of lower priority for the first that waits."""
+        if self.config.policy != "priority" or not self.waiting:
+            return
+        first = self.waiting[0]
+        while self.running and self.running[-1].request.order[0] > first.request.order[0]:
+            if first.num_in_flight or self._prefixes.must_wait(first):
+                return
+            fits = self.manager.can_allocate(first.tokens, namespace=first.request.namespace)
+            if fits.verdict == "now" and len(self.running) < self.manager.max_seqs:
+                return
+            reason = f"a request of priority {-first.request.order[0]} waits"
+            self.preempt(self.running[-1], reason)
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> list[Sequence]:
+        """Admits waiting sequences in order while budget and blocks last; adds their chunks."""
+        deferred, admitted = 0, list[Sequence]()
         while budget and deferred < len(self.waiting):
             sequence = self.waiting[deferred]
             request = sequence.request
             if sequence.num_in_flight:  # preempted while tokens were in flight: wait for them
                 break
-            if self._prefixes.must_wait(sequence):
+            if not self._has_turn(sequence) or self._prefixes.must_wait(sequence):
                 deferred += 1
                 continue
             try:
@@ -350,7 +388,25 @@ class Scheduler:
             self._prefixes.begin(sequence, allocation.num_cached_tokens)
             chunks.append(self._chunk(allocation.row, budget))
             budget -= chunks[-1].count
-        return budget
+        return admitted
+
+    def resolve_stall(self) -> Request | None:
+        """Follows a step without work while sequences wait and none is in flight.
+
+        Hypotheses of a search step together: two searches of which each has a part of its rows
+        would wait for each other for ever. The later one gives way. With nothing to preempt, the
+        first that waits cannot be admitted at all.
+
+        Returns:
+          The request that does not fit; None: there is work now.
+        """
+        first = next((s for s in self.waiting if self._has_turn(s)), self.waiting[0])
+        request, others = first.request, [s for s in self.running if s.request is not first.request]
+        if not others:
+            return request
+        self._turn = request.processor - 1  # it is its turn again
+        self.preempt(others[-1], "an earlier request waits, and nothing can run")
+        return None
 
     def _chunk(self, row: int, budget: int) -> Chunk:
         start, end = int(self.rows.scheduled[row]), int(self.rows.appended[row])
@@ -382,7 +438,6 @@ class Scheduler:
         progress.slots[row], row = 0, self.manager.row(child.key)
         self._runs(child, row, scheduled=scheduled, appended=appended)
         progress.unsent[row] = progress.unsent[parent.row]
-        self._changes.forks.append((parent, child))
         return True
 
     # -- beam search -------------------------------------------------------------------------
@@ -411,20 +466,22 @@ class Scheduler:
                 row = spare.pop(0)
                 parents[row] = one.parent
             if row is None:  # more hypotheses than before
-                self._make_row(request)
                 child = self.sequence(request, tokens[one.parent])
-                self.fork(live[one.parent], child)
                 sequences.append(child)
+                self._make_row(request)
+                if not self.fork(live[one.parent], child):
+                    self.add(child)
             else:
                 sequences.append(live[row])
         if parents != list(range(len(live))):
             self.manager.reorder([s.key for s in live], parents)
         for sequence, one in zip(sequences, chosen, strict=True):
             sequence.tokens = [*tokens[one.parent], one.token]
-            self._prefixes.cut(sequence, len(request.prompt))
-            self.rows.known[sequence.row], self.rows.slots[sequence.row] = len(sequence.tokens), 0
-            self.rows.unsent[sequence.row] = True
             sequence.cumulative_logprob = one.logprob
+            self._prefixes.cut(sequence, len(request.prompt))
+            if (row := sequence.row) >= 0:
+                self.rows.known[row], self.rows.slots[row] = len(sequence.tokens), 0
+                self.rows.unsent[row] = True
         return [live[row] for row in spare]
 
     def _make_row(self, request: Request) -> None:
@@ -432,6 +489,13 @@ class Scheduler:
         others = [s for s in self.running if s.request is not request]
         if len(self.running) == self.manager.max_seqs:
             self.preempt(others[-1], "a beam search needs a row for each hypothesis")
+
+
+def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Removes a sequence from a list that is in order, without a search through all of it."""
+    at = bisect.bisect_left(sequences, _order(sequence), key=_order)
+    assert sequences[at] is sequence
+    del sequences[at]
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

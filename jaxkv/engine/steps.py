@@ -21,6 +21,7 @@ from jax import lax
 from jaxkv.cache.batch import Batch
 from jaxkv.cache.plan import DevicePlan, apply_device_plan
 from jaxkv.cache.state import PagedState
+from jaxkv.engine.model_call import call_model
 from jaxkv.sampling.params import LogitsProcessor
 from jaxkv.sampling.sampler import History, RowParams, Sampled, SamplerState, sample
 
@@ -51,7 +52,8 @@ class Steps(NamedTuple):
         processors=()) -> (Sampled of L, state, history). A token of -1 is read from the history.
       decode: (state, history, params, plan, tokens i32[S], batch, num_steps=k, ...) -> (Sampled of
         k * S, step by step, state, history): k decode steps on the device alone. A row ends at
-        a stop token or at its end; its later tokens are -1.
+        a stop token or at its end; its later tokens are -1. Processor states, [S, ...], are those
+        after the last step.
     """
 
     step: Callable[..., tuple[Sampled, PagedState, History]]
@@ -66,15 +68,17 @@ def make_steps(model: Any) -> Steps:
     """
     graph, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
-    return Steps(*(functools.partial(f, leaves) for f in _compiled(graph, tree)))
+    compiled = _compiled(graph, tree, model.config.vocab_size)
+    return Steps(*(functools.partial(f, leaves) for f in compiled))
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
+def _compiled(graph: Any, tree: Any, vocab_size: int) -> tuple[Any, Any]:
     """Jitted functions of a model structure: models of equal structure share compiled programs."""
 
     def forward(leaves, state, tokens, batch):
-        return nnx.merge(graph, jax.tree.unflatten(tree, leaves))(tokens, state, batch)
+        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        return call_model(model, tokens, state, batch, vocab_size=vocab_size)
 
     @functools.partial(
         jax.jit,
@@ -94,6 +98,7 @@ def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
             keep=jnp.asarray(entries.keep), targets=jnp.asarray(entries.targets),
             num_logprobs=num_logprobs, processors=processors,
         )  # fmt: skip
+        sampled = _with_processor_states(sampled, sampler.history, entries.rows)
         return sampled, state, sampler.history
 
     @functools.partial(
@@ -144,9 +149,17 @@ def _compiled(graph: Any, tree: Any) -> tuple[Any, Any]:
         )  # fmt: skip
         *_, state, history, out = lax.while_loop(go_on, body, start)
         flat = num_steps * num_seqs
-        return jax.tree.map(lambda x: x.reshape(flat, *x.shape[2:]), out), state, history
+        out = jax.tree.map(lambda x: x.reshape(flat, *x.shape[2:]), out)
+        return _with_processor_states(out, history, batch.rows), state, history
 
     return step, decode
+
+
+def _with_processor_states(sampled: Sampled, history: History, rows: Any) -> Sampled:
+    """Adds the states of these rows: with them the host can resume a request on another row."""
+    rows = jnp.minimum(jnp.asarray(rows), len(history.token_ids) - 1)
+    states = jax.tree.map(lambda x: x[rows], history.processor_states)
+    return sampled._replace(processor_states=states)
 
 
 def _inputs(history: History, tokens, batch: Batch) -> tuple[jax.Array, History]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, SupportsIndex, cast
 
 from jaxkv.config import CacheConfig
-from jaxkv.errors import ConfigError
+from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.manager.block_manager import BlockManager
+from jaxkv.manager.prefix.keys import root_of
+from jaxkv.sampling.checks import as_integer
 from jaxkv.sampling.params import MAX_STOP_TOKENS
 
 
@@ -26,11 +28,22 @@ def checked_prompt(
             raise ConfigError(
                 "a prompt as text needs the engine's tokenizer=; otherwise give token ids"
             )
-        prompt = tokenizer.encode(prompt)
+        try:
+            prompt = tokenizer.encode(prompt)
+        except Exception as error:
+            raise ConfigError(
+                f"the tokenizer cannot encode the prompt: {type(error).__name__}: {error}"
+            ) from error
     try:
-        ids = list(map(operator.index, cast(Sequence[int], prompt)))
+        tokens = None if isinstance(prompt, bytes | Mapping) else list(prompt)
+    except TypeError:  # not iterable
+        tokens = None
+    if tokens is None:
+        raise ConfigError(f"the prompt must be token ids or a text, got {type(prompt).__name__}")
+    try:
+        ids = [operator.index(cast(SupportsIndex, token)) for token in tokens]
     except TypeError:
-        kinds = sorted({type(token).__name__ for token in prompt})
+        kinds = sorted({type(token).__name__ for token in tokens})
         raise ConfigError(f"prompt token ids must be integers, got {', '.join(kinds)}") from None
     if not ids:
         raise ConfigError("the prompt is empty; give at least one token")
@@ -44,6 +57,21 @@ def checked_prompt(
             f"{vocab_size}"
         )
     return ids
+
+
+def require_order_and_keys(request_id: Hashable, priority: int, namespace: Any) -> None:
+    """Raises ConfigError for an id that cannot be looked up, a priority that is not an integer, and
+    a namespace that cannot be part of a key."""
+    try:
+        hash(request_id)
+    except TypeError:
+        raise ConfigError(f"request_id={request_id!r} must be hashable") from None
+    if as_integer(priority) is None:
+        raise ConfigError(f"priority={priority!r} must be an integer")
+    try:
+        root_of(namespace, 0)
+    except JaxkvError as error:
+        raise ConfigError(f"namespace={namespace!r}: {error}") from None
 
 
 def require_manager_fits(
@@ -79,13 +107,18 @@ def require_manager_fits(
 
 def require_fits(manager: BlockManager, prompt: int, end: int) -> None:
     """Raises ConfigError if the pool can never hold a sequence of this length by itself."""
-    needed, usable = manager.blocks_for(end), manager.num_blocks - 1
+    needed, usable = _blocks_for(manager, prompt, end), manager.num_blocks - 1
     if needed > usable:
         raise ConfigError(
             f"{prompt} tokens, and {end - prompt} to generate, need {needed} blocks of "
             f"{manager.block_size} tokens; the pool has {usable}: raise num_blocks to {needed + 1} "
             "or lower max_tokens"
         )
+
+
+def _blocks_for(manager: BlockManager, prompt: int, end: int) -> int:
+    """Most blocks of a sequence that ends at length `end`: no step reads its last token's KV."""
+    return manager.blocks_for(max(prompt, end - 1))
 
 
 def require_beams_fit(manager: BlockManager, width: int, prompt: int, end: int) -> None:
@@ -97,7 +130,7 @@ def require_beams_fit(manager: BlockManager, width: int, prompt: int, end: int) 
         )
     # Without an index a search that lost its blocks computes each hypothesis by itself.
     shared = prompt // manager.block_size if manager.prefix_index is not None else 0
-    needed = shared + width * (manager.blocks_for(end) - shared)
+    needed = shared + width * (_blocks_for(manager, prompt, end) - shared)
     if needed > manager.num_blocks - 1:
         raise ConfigError(
             f"a beam search of width {width} from {prompt} to {end} tokens may need {needed} "

@@ -123,37 +123,43 @@ class BlockManager:
         self.weight_version = weight_version
         self.prefix_index = prefix_index
         self.debug = debug
-        self._options = dict(
-            prefix_index=prefix_index, eviction=eviction, watermark=watermark,
-            copy_on_partial_reuse=copy_on_partial_reuse,
-        )  # fmt: skip
-        self.journal = journal = Journal(clock)
+        self._options: dict[str, Any] = dict(
+            eviction=eviction, watermark=watermark, copy_on_partial_reuse=copy_on_partial_reuse
+        )
+        self.journal = Journal(clock)
+        self._hash_function = hash_function
+        self._transfer_numbers = itertools.count()
+        self._build(eviction, watermark, copy_on_partial_reuse)
+
+    def _build(self, eviction: str, watermark: float, copy_on_partial_reuse: bool) -> None:
+        """Makes all records anew: no sequence, and every block is free."""
+        num_blocks, block_size, prefix_index = self.num_blocks, self.block_size, self.prefix_index
+        journal, window, hash_function = self.journal, self.sliding_window, self._hash_function
         self._retention = Retention(make_policy(eviction, num_blocks), journal.now)
         index = None
         if prefix_index is not None:
-            index = functools.partial(_INDEXES[prefix_index], gaps=sliding_window is not None)
+            index = functools.partial(_INDEXES[prefix_index], gaps=window is not None)
         self._pool = pool = BlockPool(
             num_blocks,
             block_size,
             index=index,
             policy=self._retention,
             partial=PartialIndex() if prefix_index and copy_on_partial_reuse else None,
-            window=sliding_window,
+            window=window,
             journal=journal,
         )
         journal.counts = pool.counts_of
-        self._table = table = SequenceTable(max_seqs, max_blocks_per_seq, block_size)
+        self._table = table = SequenceTable(self.max_seqs, self.max_blocks_per_seq, block_size)
         self._pins = Pins(pool)
         self._limits = limits = Limits(pool, table, self._expire_pins)
         self._writes = Writes(pool, table)
-        self._publisher = Publisher(pool, table, sliding_window, hash_function)
+        self._publisher = Publisher(pool, table, window, hash_function)
         self._branching = Branching(pool, table, self._writes)
         self._admission = AdmissionControl(
             pool, table, limits, self._writes,
             watermark_blocks=math.ceil(watermark * (num_blocks - 1)), hash_function=hash_function,
         )  # fmt: skip
         self._transfers: dict[int, list[int]] = {}  # blocks held by transfers in flight
-        self._transfer_numbers = itertools.count()
 
     @classmethod
     def for_config(cls, config: CacheConfig, **options: Any) -> Self:
@@ -176,6 +182,7 @@ class BlockManager:
             "sliding_window": self.sliding_window,
             "weight_version": self.weight_version,
             "debug": self.debug,
+            "prefix_index": self.prefix_index,
             **self._options,
         }
 
@@ -529,6 +536,18 @@ class BlockManager:
         if self.journal.listening:
             self.journal.emit(events.CLEARED)
         return True
+
+    @operation
+    def reset(self) -> None:
+        """Drops everything: sequences, cached content, pins, transfers, changes that no plan has
+        brought to the device. Listeners stay.
+
+        It works in any state, and so is the way on after an interrupt inside another call. The
+        device's state must be made anew with `init_state`.
+        """
+        self._build(**self._options)
+        if self.journal.listening:
+            self.journal.emit(events.CLEARED)
 
     @operation
     def note(self, kind: str, seq_id: Hashable, detail: dict[str, Any]) -> None:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxkv.errors import ConfigError
+from jaxkv.sampling.checks import (
+    INT32_MAX,
+    Bias,
+    Check,
+    Flag,
+    Float,
+    Instance,
+    Integer,
+    Optional,
+    Texts,
+    TokenIds,
+    require,
+)
 
 MAX_STOP_TOKENS = (
     16  # most ids that end a request, the model's own included: a step compares with all
 )
 MAX_LOGIT_BIAS = 64
+MAX_SAMPLES = 1 << 16
 
 
 class LogitsProcessor(NamedTuple):
@@ -107,35 +119,12 @@ class SamplingParams:
     logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        finite = math.isfinite
-        checks = (
-            ("temperature", finite(self.temperature) and self.temperature >= 0,
-             "finite and at least 0 (0 is greedy)"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1 (0 is off)"),
-            ("repetition_penalty", finite(self.repetition_penalty) and self.repetition_penalty > 0,
-             "finite and above 0 (1 is off)"),
-            ("presence_penalty", finite(self.presence_penalty), "finite (0 is off)"),
-            ("frequency_penalty", finite(self.frequency_penalty), "finite (0 is off)"),
-            ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS
-             and all(map(finite, self.logit_bias.values())),
-             f"finite numbers for at most {MAX_LOGIT_BIAS} tokens"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2**32)"),
-            ("n", self.n >= 1, "at least 1"),
-            ("best_of", self.best_of is None or self.best_of >= self.n,
-             f"None or at least n={self.n}"),
-            ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens,
-             f"between 0 and max_tokens={self.max_tokens}"),
-            ("stop", all(self.stop), "non-empty texts"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or 0 to 64"),
-        )  # fmt: skip
-        for name, good, wanted in checks:
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {wanted}")
+        for name, check in _SAMPLING.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        require(self.best_of is None or self.best_of >= self.n,
+                "best_of", self.best_of, f"None or at least n={self.n}")  # fmt: skip
+        require(self.min_tokens <= self.max_tokens,
+                "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")  # fmt: skip
 
     @property
     def num_samples(self) -> int:
@@ -170,16 +159,45 @@ class BeamSearchParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        checks = (
-            ("width", 1 <= self.width <= 32, "between 1 and 32"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("length_penalty", math.isfinite(self.length_penalty), "finite"),
-        )
-        for name, good, wanted in checks:
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {wanted}")
+        for name, check in _BEAM_SEARCH.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
 
     @property
     def num_samples(self) -> int:
         """Number of hypotheses kept."""
         return self.width
+
+
+# One table of every parameter: its type, and the range that its array on the device holds.
+_SAMPLING: dict[str, Check] = {
+    "temperature": Float(0, hint="0 is greedy"),
+    "top_k": Integer(0, INT32_MAX, hint="0 is off"),
+    "top_p": Float(0, 1, open_low=True, hint="1 is off"),
+    "min_p": Float(0, 1, hint="0 is off"),
+    "repetition_penalty": Float(0, open_low=True, hint="1 is off"),
+    "presence_penalty": Float(hint="0 is off"),
+    "frequency_penalty": Float(hint="0 is off"),
+    "logit_bias": Bias(MAX_LOGIT_BIAS),
+    "seed": Optional(Integer(0, 2**32 - 1)),
+    "n": Integer(1, MAX_SAMPLES),
+    "best_of": Optional(Integer(1, MAX_SAMPLES)),
+    "max_tokens": Integer(0, INT32_MAX),
+    "min_tokens": Integer(0, INT32_MAX),
+    "stop_token_ids": TokenIds(),
+    "stop": Texts(),
+    "ignore_eos": Flag(),
+    "detokenize": Flag(),
+    "logprobs": Optional(Integer(0, 64)),
+    "prompt_logprobs": Flag(),
+    "logits_processor": Optional(Instance(LogitsProcessor)),
+}
+_BEAM_SEARCH: dict[str, Check] = {
+    "width": Integer(1, 32),
+    "max_tokens": Integer(1, INT32_MAX),
+    # Scores are powers of a length: these stay finite for every length of 32 bits.
+    "length_penalty": Float(-16, 16),
+    "early_stopping": Flag(),
+    "stop_token_ids": TokenIds(),
+    "ignore_eos": Flag(),
+    "detokenize": Flag(),
+}

@@ -129,7 +129,7 @@ class SamplerState:
         self.history.token_ids[row, : len(token_ids)] = token_ids
         to = self.params
         to.num_prompt[row], to.end[row] = num_prompt, end
-        to.min_len[row] = num_prompt + params.min_tokens
+        to.min_len[row] = min(num_prompt + params.min_tokens, end)  # int32 holds it
         to.stop_ids[row, : len(stop_ids)] = stop_ids
         to.seed[row], to.sample[row], to.processor[row] = seed, sample, processor
         to.temperature[row], to.top_k[row] = params.temperature, params.top_k
@@ -152,30 +152,21 @@ def set_rows(state: SamplerState, rows: jax.Array, new: SamplerState) -> Sampler
     return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), state, new)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def copy_rows(
-    state: SamplerState, sources: jax.Array, rows: jax.Array, seeds: jax.Array, samples: jax.Array
-) -> SamplerState:
-    """Copies rows `sources` to rows i32[A], except seed and sample. Donates state."""
-    state = jax.tree.map(lambda x: x.at[rows].set(x[sources], mode="drop"), state)
-    params = dataclasses.replace(
-        state.params,
-        seed=state.params.seed.at[rows].set(seeds, mode="drop"),
-        sample=state.params.sample.at[rows].set(samples, mode="drop"),
-    )
-    return dataclasses.replace(state, params=params)
-
-
 class ProcessorError(JaxkvError):
-    """A user's logits processor raised while a step was traced.
+    """A user's logits processor raised, or returned something else than it must.
 
     Attributes:
-      processor: index of the processor.
+      processor: the processor.
     """
 
-    def __init__(self, processor: int, error: Exception):
-        super().__init__(f"the logits processor raised {type(error).__name__}: {error}")
+    def __init__(self, processor: LogitsProcessor, problem: str):
+        super().__init__(f"the logits processor {problem}")
         self.processor = processor
+
+    @classmethod
+    def raised(cls, processor: LogitsProcessor, error: Exception) -> ProcessorError:
+        """The error of a processor that raised."""
+        return cls(processor, f"raised {type(error).__name__}: {error}")
 
 
 class Sampled(NamedTuple):
@@ -187,12 +178,15 @@ class Sampled(NamedTuple):
         unless requested.
       top_ids: i32[L, K]; most likely tokens.
       top_logprobs: f32[L, K]; their log-probabilities.
+      processor_states: the rows' states of each logits processor after the token, with a leading
+        axis L; filled in by the steps.
     """
 
     tokens: Any
     logprobs: Any = None
     top_ids: Any = None
     top_logprobs: Any = None
+    processor_states: tuple[Any, ...] = ()
 
 
 def sample(
@@ -313,7 +307,7 @@ def _processed(logits, read: _Rows, lengths, i: int, processor: LogitsProcessor,
         changed, states = jax.vmap(processor.apply)(logits, states, read.token_ids, lengths)
         changed = jnp.broadcast_to(changed, logits.shape).astype(logits.dtype)
     except Exception as error:
-        raise ProcessorError(i, error) from error
+        raise ProcessorError.raised(processor, error) from error
     rows = jnp.where(mine & keep, read.at, len(read.state.history.token_ids))
     new = jax.tree.map(lambda x, s: x.at[rows].set(s, mode="drop"), old, states)
     return jnp.where(mine[:, None], changed, logits), new
