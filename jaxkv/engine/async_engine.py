@@ -138,9 +138,10 @@ class AsyncEngine:
                 if consumer.gone:
                     self._leavers.append(consumer)
         for output in outputs:
-            if output.finished and not self.engine.is_running(output.request_id):
-                if (consumer := self._reading.pop(output.request_id, None)) is not None:
-                    consumer.send(None)
+            if not output.finished or self.engine.is_running(output.request_id):
+                continue
+            if (consumer := self._reading.pop(output.request_id, None)) is not None:
+                consumer.send(None)
 
     def _submit(self, consumer: _Consumer) -> None:
         args, options = consumer.submission

@@ -108,7 +108,6 @@ class Engine:
             manager, self._scheduler, self._device, self._outputs, clock=self.clock, seed=seed
         )
         self._kept: list[RequestOutput] = []  # outputs of other requests while `generate` runs
-        self._handed: list[RequestOutput] = []  # outputs that the last `step` returned
         self._generating = False
         self._dropped: set[Hashable] = set()  # requests of a `generate` that did not end
 
@@ -378,8 +377,7 @@ class Engine:
         Without work it does nothing. An error inside a step ends the requests of that step, with
         the error in their outputs; the engine goes on.
         """
-        self._advance()
-        return self._hand_out()
+        return self._deliver(self._advance)
 
     def _advance(self) -> None:
         """Dispatches the next step and takes in the one before."""
@@ -403,21 +401,29 @@ class Engine:
         Call it before `fork` or `rollback`: a request may end in a step in flight, and they fail on
         a request that has ended.
         """
-        self._loop.drain()
-        return self._hand_out()
+        return self._deliver(self._loop.drain)
 
-    def _hand_out(self) -> list[RequestOutput]:
-        self._handed = self._take_outputs()
-        if not self._generating or not (self._loop.requests or self._loop.in_flight):
-            self._handed, self._kept = self._kept + self._handed, []
-        return self._handed
+    def _deliver(self, run: Callable[[], None]) -> list[RequestOutput]:
+        """Runs a part of the engine and returns the outputs since the last call."""
+        out = self._outputs
+        out.taken = []
+        try:
+            run()
+            self._take_outputs()
+            if not self._generating or not (self._loop.requests or self._loop.in_flight):
+                out.taken, self._kept = self._kept + out.taken, []
+            return out.taken
+        except BaseException:  # what was not returned comes with the next call
+            self._kept, out.taken = out.taken + self._kept, []
+            raise
 
-    def _take_outputs(self) -> list[RequestOutput]:
-        """Outputs since the last call; a request whose output cannot be made ends alone."""
+    def _take_outputs(self) -> None:
+        """Takes outputs since the last call; a request whose output cannot be made ends alone."""
         began = time.perf_counter()
         while True:
             try:
-                return self._outputs.take()
+                self._outputs.take()
+                return
             except OutputError as failed:
                 with self._loop.whole:
                     self._loop.fail_output(failed.sequence, failed.error)
@@ -456,7 +462,7 @@ class Engine:
             raise ConfigError(f"{len(prompts)} prompts but {len(params)} sampling parameters")
         ids: list[Hashable] = []
         last: dict[Hashable, dict[int, RequestOutput]] = {}
-        self._generating, self._handed = True, []
+        self._generating, self._outputs.taken = True, []
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 ids.append(self._loop.new_id())
@@ -487,8 +493,8 @@ class Engine:
 
     def _keep_others(self, mine: Container[Hashable]) -> None:
         """Keeps those outputs of the last step that belong to other requests."""
-        self._kept += [o for o in self._handed if o.request_id not in mine]
-        self._handed = []
+        self._kept += [o for o in self._outputs.taken if o.request_id not in mine]
+        self._outputs.taken = []
 
     def _submit_one(
         self, number: int, prompt: str | Seq[int], params: AnyParams, request_id: Hashable

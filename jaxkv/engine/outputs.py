@@ -171,12 +171,16 @@ class Outputs:
 
     Decoding text costs more than all other host work for a token. It happens when outputs are made,
     or at once for requests with stop texts.
+
+    Attributes:
+      taken: outputs of the last call of `take`: an interrupt on its way back does not lose them.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._news: dict[Sequence, bool] = {}  # in order; True: only token ids to report
         self._made: list[RequestOutput] | None = None  # by a `take` that did not come to its end
+        self.taken: list[RequestOutput] = []
 
     def __bool__(self) -> bool:
         return bool(self._news or self._made)
@@ -249,9 +253,9 @@ class Outputs:
             self._made = [made for made in self._made if made.request_id not in gone]
 
     def take(self) -> list[RequestOutput]:
-        """Outputs of all marked sequences; clears the marks.
+        """Outputs of all marked sequences, also put into `taken`; clears the marks.
 
-        Interrupted, it loses none: the next call returns what this one had made.
+        Interrupted, it loses none: the next call takes what this one had made.
 
         Raises:
           OutputError: the tokenizer raised; the other outputs come with the next call.
@@ -261,8 +265,8 @@ class Outputs:
             self._news = {}
         for output in self._made:
             output.confirm()
-        made, self._made = self._made, None
-        return made
+        self.taken, self._made = self._made, None
+        return self.taken
 
     def _output(self, sequence: Sequence, bare: bool) -> RequestOutput:
         begin, tokens = sequence.num_reported, sequence.tokens
