@@ -9,25 +9,13 @@ from typing import Any
 
 import jinja2
 import jinja2.sandbox
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
-from jaxkv.errors import ConfigError, JaxkvError
+from jaxkv.errors import JaxkvError
+from jaxkv.models.byte_level import byte_level
 from jaxkv.models.files import GGUFFile, read_json
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# `tokenizer.ggml.pre` -> the patterns that cut text into words, applied one after the other; and
-# whether a word that is a token as it stands skips the merges.
-_PRE_TOKENIZERS: dict[str, tuple[list[str], bool]] = {
-    "gpt-2": ([_GPT2], False),
-    "smollm": ([r"\p{N}", _GPT2], False),
-    "llama-bpe": ([_LLAMA3], True),
-}
-_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+from jaxkv.models.gguf_tokenizer import gguf_backend, gguf_bos_token_id, gguf_special_tokens
 
 
 class Tokenizer:
@@ -81,38 +69,11 @@ class Tokenizer:
         Raises:
           ConfigError: an unknown tokenizer model or pre-tokenizer; the error names it.
         """
-        kind, pre = file.need("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "gpt-2")
-        if kind != "gpt2":
-            raise ConfigError(
-                f"{file.path}: tokenizer.ggml.model={kind!r}; only 'gpt2' (byte-level BPE) is "
-                "supported"
-            )
-        if pre not in _PRE_TOKENIZERS:
-            raise ConfigError(f"{file.path}: tokenizer.ggml.pre={pre!r} must be one of "
-                              f"{', '.join(_PRE_TOKENIZERS)}")  # fmt: skip
-        patterns, ignore_merges = _PRE_TOKENIZERS[pre]
-        tokens: list[str] = file.need("tokenizer.ggml.tokens")
-        merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
-        vocab = {token: i for i, token in enumerate(tokens)}
-        backend = _byte_level(models.BPE(vocab, merges, ignore_merges=ignore_merges), patterns)
-        types = file.get("tokenizer.ggml.token_type", [])
-        for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-            added = [AddedToken(tokens[i], special=special, normalized=False)
-                     for i, t in enumerate(types) if t == kind]  # fmt: skip
-            (backend.add_special_tokens if special else backend.add_tokens)(added)
-        names = {}
-        for name in ("bos", "eos", "unknown", "padding"):
-            token = file.get(f"tokenizer.ggml.{name}_token_id")
-            if token is not None:
-                names[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = tokens[
-                    token
-                ]
-        add_bos = file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
         return cls(
-            backend,
+            gguf_backend(file),
             chat_template=file.get("tokenizer.chat_template"),
-            special=names,
-            bos_token_id=file.get("tokenizer.ggml.bos_token_id") if add_bos else None,
+            special=gguf_special_tokens(file),
+            bos_token_id=gguf_bos_token_id(file),
         )
 
     @classmethod
@@ -126,7 +87,7 @@ class Tokenizer:
             if char not in printable or byte in (0x20, 0xA0, 0xAD) or byte < 0x21:
                 char, spare = chr(spare), spare + 1
             vocab[char] = byte
-        return cls(_byte_level(models.BPE(vocab, []), []))
+        return cls(byte_level(models.BPE(vocab, []), []))
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids of text; special tokens spelled out in the text are recognised.
@@ -208,12 +169,3 @@ class Detokenizer:
         text = self._tokenizer.decode(self._window)[self._shown :]
         self._window, self._shown = [], 0
         return text
-
-
-def _byte_level(model: models.BPE, patterns: list[str]) -> Backend:
-    backend = Backend(model)
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, level])
-    backend.decoder = decoders.ByteLevel()
-    return backend
