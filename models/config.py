@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+from jaxkv._util import require_positive
 from jaxkv.errors import ConfigError
-
-# Fields that change the computation, and the only value of each that this model supports.
-_ONLY = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "pretraining_tp": 1,
-    "partial_rotary_factor": 1.0,
-    "rope_interleaved": False,
-    "sliding_window": None,
-    "quantization_config": None,
-    "logit_scale": None,
-    "embedding_multiplier": None,
-    "residual_multiplier": None,
-    "attention_multiplier": None,
-}
+from jaxkv.models.hf_config import read_hf_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +26,14 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            _require_number(name, getattr(self, name))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(f"high_freq_factor={self.high_freq_factor} must exceed "
+                              f"low_freq_factor={self.low_freq_factor}")  # fmt: skip
+        require_positive(original_max_position_embeddings=self.original_max_position_embeddings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +80,16 @@ class LlamaConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                  "num_kv_heads", "head_dim", "max_position_embeddings")  # fmt: skip
         for name in sizes:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a positive integer")
+            require_positive(**{name: getattr(self, name)})
+            object.__setattr__(self, name, int(getattr(self, name)))  # JSON has no NumPy integers
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        for token in self.eos_token_ids:
+            if type(token) is not int or token < 0:
+                raise ConfigError(f"eos_token_ids={self.eos_token_ids!r} must be token ids")
+        _require_number("rope_theta", self.rope_theta)
+        _require_number("rms_norm_eps", self.rms_norm_eps, zero=True)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -98,44 +101,20 @@ class LlamaConfig:
                 f"rope_divisors must have head_dim // 2 = {self.head_dim // 2} entries, got "
                 f"{len(self.rope_divisors)}"
             )
+        for divisor in self.rope_divisors or ():
+            _require_number("rope_divisors", divisor)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], *, generation: dict[str, Any] | None = None):
         """Makes a config from the contents of `config.json` and `generation_config.json`, if given.
 
         Raises:
-          ConfigError: an unsupported or missing field; the error names it.
+          ConfigError: an unsupported, unknown, missing or mistyped field; the error names it.
         """
-        for field, wanted in _ONLY.items():
-            value = config.get(field, wanted)
-            if value != wanted and value is not None:
-                raise ConfigError(f"{field}={value!r} is not supported; only {wanted!r} is")
-
-        def need(field: str) -> Any:
-            if config.get(field) is None:
-                raise ConfigError(f"{field} is missing from the model's config")
-            return config[field]
-
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        heads = need("num_attention_heads")
-        return cls(
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or need("hidden_size") // heads,
-            max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(rope),
-            rope_divisors=tuple(config["rope_divisors"]) if "rope_divisors" in config else None,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            eos_token_ids=_end_tokens(config, generation or {}),
-        )
+        fields = read_hf_config(config, generation or {})
+        if (scaling := fields["rope_scaling"]) is not None:
+            fields["rope_scaling"] = Llama3Scaling(**scaling)
+        return cls(**fields)
 
     def to_hf(self) -> dict[str, Any]:
         """The contents of `config.json`; the inverse of `from_hf`."""
@@ -166,29 +145,7 @@ class LlamaConfig:
         return out
 
 
-def _rope_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ConfigError(
-            f"rope_scaling type {kind!r} is not supported; 'default' and 'llama3' are"
-        )
-    fields = [field.name for field in dataclasses.fields(Llama3Scaling)]
-    missing = [name for name in fields if name not in rope]
-    if missing:
-        raise ConfigError(f"rope_scaling of type 'llama3' lacks {', '.join(missing)}")
-    return Llama3Scaling(**{name: rope[name] for name in fields})
-
-
-def _end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """All end tokens of both files; for chat models each may lack some of the other's."""
-    ids: list[int] = []
-    for source in (generation, config):
-        value = source.get("eos_token_id")
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
-            if token not in ids:
-                ids.append(token)
-    return tuple(ids)
+def _require_number(name: str, value: Any, *, zero: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{name}={value!r} must be a {'finite' if zero else 'positive'} number")

@@ -64,11 +64,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_folder_config(folder: Path) -> LlamaConfig:
     """The config of a folder's `config.json`; end tokens also from `generation_config.json`."""
-    generation = folder / "generation_config.json"
-    return LlamaConfig.from_hf(
-        read_json(folder / "config.json"),
-        generation=read_json(generation) if generation.exists() else None,
-    )
+    path, generation = folder / "config.json", folder / "generation_config.json"
+    config, more = read_json(path), read_json(generation) if generation.exists() else None
+    try:
+        return LlamaConfig.from_hf(config, generation=more)
+    except ConfigError as error:  # it names the field, not the file
+        raise ConfigError(f"{path}: {error}") from None
 
 
 class GGUFFile:

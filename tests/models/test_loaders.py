@@ -166,7 +166,7 @@ def test_wrong_shape_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("hidden_act", "gelu"), ("model_type", "qwen2"), ("pretraining_tp", 2),
+        ("hidden_act", "gelu"), ("model_type", "qwen2"),
         ("sliding_window", 4096), ("rope_interleaved", True),
         ("quantization_config", {"bits": 4}),
     ],
