@@ -4,7 +4,7 @@ from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import load as load
 from .config import Llama3Scaling as Llama3Scaling
 from .config import LlamaConfig as LlamaConfig
-from .files import CheckpointError as CheckpointError
+from .errors import CheckpointError as CheckpointError
 from .files import default_model as default_model
 from .files import read_config as read_config
 from .llama import Llama as Llama

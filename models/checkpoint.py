@@ -8,7 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv.models.files import CheckpointError, GGUFFile
+from jaxkv.models.errors import CheckpointError
+from jaxkv.models.gguf_file import GGUFFile
 from jaxkv.models.gguf_loader import load_gguf
 from jaxkv.models.hf_loader import load_hf
 from jaxkv.models.llama import Llama

@@ -10,7 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from jaxkv.models.files import CheckpointError, read_folder_config
+from jaxkv.models.errors import CheckpointError
+from jaxkv.models.files import read_folder_config
 from jaxkv.models.llama import Llama
 from jaxkv.models.tokenizer import Tokenizer
 

@@ -14,8 +14,10 @@ from tokenizers import models, pre_tokenizers
 
 from jaxkv.errors import JaxkvError
 from jaxkv.models.byte_level import byte_level
-from jaxkv.models.files import GGUFFile, read_json
-from jaxkv.models.gguf_tokenizer import gguf_backend, gguf_bos_token_id, gguf_special_tokens
+from jaxkv.models.files import read_json
+from jaxkv.models.gguf_file import GGUFFile
+from jaxkv.models.gguf_tokenizer import gguf_backend
+from jaxkv.models.gguf_vocabulary import read_vocabulary
 
 
 class Tokenizer:
@@ -67,13 +69,15 @@ class Tokenizer:
         """Rebuilds the tokenizer from the vocabulary, merges and pre-tokenizer of a GGUF file.
 
         Raises:
-          ConfigError: an unknown tokenizer model or pre-tokenizer; the error names it.
+          CheckpointError: a vocabulary that is incomplete or contradicts itself.
+          ConfigError: an unknown tokenizer, pre-tokenizer or field; the error names it.
         """
+        vocabulary = read_vocabulary(file)
         return cls(
-            gguf_backend(file),
-            chat_template=file.get("tokenizer.chat_template"),
-            special=gguf_special_tokens(file),
-            bos_token_id=gguf_bos_token_id(file),
+            gguf_backend(file, vocabulary),
+            chat_template=file.get("tokenizer.chat_template", str),
+            special={name: vocabulary.tokens[i] for name, i in vocabulary.special.items()},
+            bos_token_id=vocabulary.bos_token_id,
         )
 
     @classmethod

@@ -27,7 +27,7 @@ from rich.progress import Progress
 
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.models.config import LlamaConfig
-from jaxkv.models.files import CheckpointError
+from jaxkv.models.errors import CheckpointError
 from jaxkv.models.llama import Llama
 from jaxkv.models.orbax_checkpoint import save_orbax
 from jaxkv.models.tokenizer import Tokenizer

@@ -6,6 +6,8 @@ parameters.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,10 +20,26 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxkv.models.config import LlamaConfig
-from jaxkv.models.files import CheckpointError
+from jaxkv.models.errors import CheckpointError
 from jaxkv.models.llama import Llama
+from jaxkv.models.memory import check_fits
 
-Reader = Callable[[], np.ndarray]  # reads one tensor when called
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, not yet read.
+
+    Attributes:
+      shape: shape in the model; matrices are [out, in].
+      read: reads the tensor.
+      unsupported: the stored type, when it cannot be read.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    unsupported: str = ""
 
 
 _MODULES = {
@@ -35,7 +53,9 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 # Buffers of old checkpoints, which the config determines.
-_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
+_IGNORED = re.compile(
+    r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
 
 
 def hf_names(path: tuple[Any, ...]) -> tuple[str, ...]:
@@ -77,7 +97,7 @@ def _fuse(path: tuple[Any, ...], parts: list[np.ndarray], config: LlamaConfig) -
 
 def build(
     config: LlamaConfig,
-    tensors: Mapping[str, Reader],
+    tensors: Mapping[str, StoredTensor],
     *,
     dtype: Any,
     source: str,
@@ -87,24 +107,73 @@ def build(
 
     Args:
       config: the checkpoint's config.
-      tensors: readers of the checkpoint's tensors, by Hugging Face name; matrices [out, in].
+      tensors: the checkpoint's tensors, by Hugging Face name.
       dtype: element type of the model's weights and activations.
       source: the checkpoint's name, for error messages.
       progress: show a progress bar on standard error.
 
     Raises:
-      CheckpointError: missing or unexpected tensors, before any weight is read; or a tensor of the
-        wrong shape. The error names them.
+      CheckpointError: before any weight is read, for tensors that are missing, unexpected, of the
+        wrong shape or of an unsupported type, and for weights that do not fit the memory. The error
+        names them.
     """
+    config, tensors = _resolve_head(config, tensors)
     graph, abstract = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     )
     leaves = list(nnx.to_flat_state(abstract))
-    wanted = {name for path, _ in leaves for name in hf_names(path)}
-    missing = sorted(wanted - set(tensors))
-    # A tied checkpoint may hold a head too; it is ignored, as the config ties it to the embedding.
-    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    unexpected = sorted(name for name in set(tensors) - wanted - spare if not _IGNORED.match(name))
+    shapes = {
+        name: shape
+        for path, variable in leaves
+        for name, shape in zip(
+            hf_names(path), _part_shapes(path, variable.get_value().shape, config), strict=True
+        )
+    }
+    _check(tensors, shapes, source)
+    check_fits(sum(math.prod(shape) for shape in shapes.values()), dtype, source)
+
+    flat = []
+    for path, variable in track(
+        leaves, description="loading weights", disable=not progress, transient=True,
+        console=Console(stderr=True),
+    ):  # fmt: skip
+        parts = [tensors[name].read() for name in hf_names(path)]
+        value = _fuse(path, parts, config)
+        flat.append((path, variable.replace(jnp.asarray(value, dtype))))
+    model = nnx.merge(graph, nnx.from_flat_state(flat))
+    jax.block_until_ready(nnx.state(model))
+    return model
+
+
+def _resolve_head(
+    config: LlamaConfig, tensors: Mapping[str, StoredTensor]
+) -> tuple[LlamaConfig, Mapping[str, StoredTensor]]:
+    """Settles what a tied config and a head in the file mean together, as transformers 5 does.
+
+    A head alone is the embedding too. Beside the embedding it is redundant if the two are equal,
+    and else the model is not tied, whatever the config says.
+    """
+    if not config.tie_word_embeddings or HEAD not in tensors:
+        return config, tensors
+    rest = {name: tensor for name, tensor in tensors.items() if name != HEAD}
+    head = tensors[HEAD]
+    if EMBEDDING not in tensors:
+        return config, rest | {EMBEDDING: head}
+    embedding = tensors[EMBEDDING]
+    readable = not (head.unsupported or embedding.unsupported)
+    if readable and head.shape == embedding.shape and np.array_equal(head.read(), embedding.read()):
+        return config, rest
+    return dataclasses.replace(config, tie_word_embeddings=False), tensors
+
+
+def _check(
+    tensors: Mapping[str, StoredTensor], shapes: dict[str, tuple[int, ...]], source: str
+) -> None:
+    """Compares the checkpoint's tensors with the names and shapes that the config asks for."""
+    missing = sorted(shapes.keys() - tensors.keys())
+    unexpected = sorted(
+        name for name in tensors.keys() - shapes.keys() if not _IGNORED.fullmatch(name)
+    )
     if missing or unexpected:
         problems = [
             f"{len(names)} {kind} ({_some(names)})"
@@ -112,25 +181,15 @@ def build(
             if names
         ]
         raise CheckpointError(f"{source}: tensors do not match the config: {'; '.join(problems)}")
-
-    flat = []
-    for path, variable in track(
-        leaves, description="loading weights", disable=not progress, transient=True,
-        console=Console(stderr=True),
-    ):  # fmt: skip
-        shapes = _part_shapes(path, variable.get_value().shape, config)
-        parts = []
-        for name, shape in zip(hf_names(path), shapes, strict=True):
-            parts.append(tensors[name]())
-            if parts[-1].shape != shape:
-                raise CheckpointError(
-                    f"{source}: {name} must have shape {shape}, got {parts[-1].shape}"
-                )
-        value = _fuse(path, parts, config)
-        flat.append((path, variable.replace(jnp.asarray(value, dtype))))
-    model = nnx.merge(graph, nnx.from_flat_state(flat))
-    jax.block_until_ready(nnx.state(model))
-    return model
+    for name, shape in shapes.items():
+        if (got := tensors[name].shape) != shape:
+            raise CheckpointError(f"{source}: {name} must have shape {shape}, got {got}")
+    for name in shapes:
+        if unsupported := tensors[name].unsupported:
+            raise CheckpointError(
+                f"{source}: {name} is stored with {unsupported}, which is not supported; convert "
+                "the checkpoint to bfloat16, float16 or float32"
+            )
 
 
 def _some(names: list[str], count: int = 4) -> str:

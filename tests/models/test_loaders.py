@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_cases import CASES, state_dict, tokens
+from safetensors.flax import save_file as save_flax_file
 from safetensors.numpy import save_file
 
 from jaxkv.errors import ConfigError
-from jaxkv.models import Llama, LlamaConfig, Tokenizer, load, save_orbax
-from jaxkv.models.files import CheckpointError, GGUFFile
+from jaxkv.models import (
+    CheckpointError,
+    Llama,
+    LlamaConfig,
+    Tokenizer,
+    load,
+    read_config,
+    save_orbax,
+)  # fmt: skip
+from jaxkv.models.gguf_file import GGUFFile
 from jaxkv.models.gguf_loader import load_gguf
 from jaxkv.models.hf_loader import load_hf
 from jaxkv.models.orbax_checkpoint import load_orbax
@@ -58,13 +67,39 @@ def test_tied_without_head_uses_the_embedding(tmp_path):
     assert not hasattr(model, "lm_head")
 
 
-def test_tied_with_head_present_uses_the_embedding(tmp_path):
+def test_tied_with_an_equal_head_stays_tied(tmp_path):
     base, seed = HF["gqa_9_3"]
-    shape = state_dict(base, seed)["model.embed_tokens.weight"].shape
-    plain = load_hf(folder(tmp_path / "a"), dtype=jnp.float32)
-    head = {"lm_head.weight": np.full(shape, 9, np.float32)}
-    spare = load_hf(folder(tmp_path / "b", add=head), dtype=jnp.float32)
-    np.testing.assert_array_equal(logits(plain, "gqa_9_3"), logits(spare, "gqa_9_3"))
+    head = {"lm_head.weight": state_dict(base, seed)["model.embed_tokens.weight"]}
+    model = load_hf(folder(tmp_path, add=head), dtype=jnp.float32)
+    assert model.config.tie_word_embeddings
+    assert not hasattr(model, "lm_head")
+
+
+def test_tied_beside_another_head_is_not_tied(tmp_path):
+    """transformers 5 unties them: the weights are right, and the config is not."""
+    base, seed = HF["gqa_9_3"]
+    embedding = state_dict(base, seed)["model.embed_tokens.weight"]
+    head = {"lm_head.weight": embedding[::-1]}
+    model = load_hf(folder(tmp_path, add=head), dtype=jnp.float32)
+    assert not model.config.tie_word_embeddings
+    plain = load_hf(folder(tmp_path / "plain"), dtype=jnp.float32)
+    want = logits(plain, "gqa_9_3")[..., ::-1]
+    np.testing.assert_allclose(logits(model, "gqa_9_3"), want, atol=1e-5)
+
+
+def test_tied_with_only_a_head_takes_it_as_the_embedding(tmp_path):
+    base, seed = HF["gqa_9_3"]
+    embedding = state_dict(base, seed)["model.embed_tokens.weight"]
+    only = folder(tmp_path, drop=["model.embed_tokens.weight"], add={"lm_head.weight": embedding})
+    model = load_hf(only, dtype=jnp.float32)
+    np.testing.assert_array_equal(model.embed.embedding[...], embedding)
+    assert model.config.tie_word_embeddings
+
+
+def test_tied_beside_a_head_of_another_shape_is_an_error(tmp_path):
+    head = {"lm_head.weight": np.ones((3, 3), np.float32)}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight must have shape .*, got \(3, 3\)"):
+        load_hf(folder(tmp_path, add=head), dtype=jnp.float32)
 
 
 def test_untied_without_head_is_an_error(tmp_path):
@@ -129,6 +164,102 @@ def test_tensor_in_two_shards(tmp_path):
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match=f"{name} is in both"):
         load_hf(tmp_path, dtype=jnp.float32)
+
+
+def test_other_files_beside_the_model_do_not_matter(tmp_path):
+    """A stale index, an adapter, and the same weights in Meta's form."""
+    path = folder(tmp_path, "mha")
+    for name in ("adapter_model", "consolidated", "consolidated.00"):
+        save_file({"x": np.ones(3, np.float32)}, path / f"{name}.safetensors")
+    stale = {"weight_map": {"x": "model-00001-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(stale))
+    load_hf(path, dtype=jnp.float32)
+    (path / "model.safetensors.index.json").unlink()
+    (path / "model.safetensors").rename(path / "weights.safetensors")
+    load_hf(path, dtype=jnp.float32)
+
+
+def test_only_other_files_are_no_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF["mha"][0]))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors .*, only pytorch_model\.bin"):
+        load_hf(tmp_path, dtype=jnp.float32)
+    save_file({"x": np.ones(3, np.float32)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"only adapter_model\.safetensors; it needs"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [{"metadata": {}}, {"weight_map": None}, {"weight_map": ["model.norm.weight"]},
+     {"weight_map": {}}, {"weight_map": {"x": 3}}, {"weight_map": {"x": "../a.safetensors"}}],
+)  # fmt: skip
+def test_an_index_without_files_is_named(tmp_path, index):
+    (tmp_path / "config.json").write_text(json.dumps(HF["mha"][0]))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_weights_of_a_quantised_type_are_named(tmp_path, kind):
+    """Without their scales they would be other weights."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    value = jnp.asarray(state_dict(*HF["mha"])[name]).astype(kind)
+    save_flax_file({name: value}, folder(tmp_path, "mha", drop=[name]) / "more.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} is stored with type (F8|I8)"):
+        load_hf(tmp_path, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_weights_of_half_precision_are_read(tmp_path, kind):
+    name = "model.norm.weight"
+    value = jnp.full(64, 0.5, kind)
+    save_flax_file({name: value}, folder(tmp_path, "mha", drop=[name]) / "more.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    weights = nnx.to_pure_dict(nnx.state(load_hf(tmp_path, dtype=jnp.float32)))
+    np.testing.assert_array_equal(weights["norm"]["scale"], value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq",
+     "model.layers.1.self_attn.rotary_emb.cos_cached"],
+)  # fmt: skip
+def test_buffers_of_old_checkpoints_are_ignored(tmp_path, name):
+    load_hf(folder(tmp_path, "mha", add={name: np.ones(4, np.float32)}), dtype=jnp.float32)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    path = folder(tmp_path, "mha")
+    weights = path / "model.safetensors"
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors (cannot be read|is damaged)"):
+        load_hf(path, dtype=jnp.float32)
+    weights.rmdir()
+    weights.symlink_to(weights)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_hf(path, dtype=jnp.float32)
+    weights.unlink()
+    weights.touch()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short"):
+        load_hf(path, dtype=jnp.float32)
+    (path / "config.json").unlink()
+    (path / "config.json").mkdir()
+    for call in (lambda: load_hf(path, dtype=jnp.float32), lambda: read_config(path)):
+        with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory"):
+            call()
+
+
+def test_links_to_files_are_followed(tmp_path):
+    """The cache of Hugging Face's hub holds links."""
+    real = folder(tmp_path / "real", "mha")
+    (tmp_path / "link").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "link" / name).symlink_to(real / name)
+    load_hf(tmp_path / "link", dtype=jnp.float32)
 
 
 def test_truncated_file_is_named(tmp_path):
