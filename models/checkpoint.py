@@ -14,6 +14,7 @@ from jaxkv.models.gguf_loader import load_gguf
 from jaxkv.models.hf_loader import load_hf
 from jaxkv.models.llama import Llama
 from jaxkv.models.orbax_checkpoint import PARAMS, load_orbax
+from jaxkv.models.replace_entries import complete_replacement
 from jaxkv.models.tokenizer import Tokenizer
 
 
@@ -53,6 +54,7 @@ def load(path: str | Path, *, dtype: Any = jnp.float32, progress: bool = False) 
         return Checkpoint(load_gguf(file, dtype=dtype, progress=progress), tokenizer, path)
     if not path.is_dir():
         raise CheckpointError(f"no such file or folder: {path}")
+    complete_replacement(path)  # of a save that was interrupted
     tokenizer = Tokenizer.from_folder(path)
     if (path / PARAMS).is_dir():
         return Checkpoint(load_orbax(path, dtype=dtype), tokenizer, path)

@@ -12,6 +12,7 @@ from jaxkv.models.config import LlamaConfig
 from jaxkv.models.errors import CheckpointError
 from jaxkv.models.gguf_config import read_gguf_config
 from jaxkv.models.gguf_file import GGUFFile
+from jaxkv.models.replace_entries import complete_replacement
 
 
 def read_config(path: str | Path) -> LlamaConfig:
@@ -51,8 +52,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes an object as JSON.
+
+    Raises:
+      ValueError: a number that JSON does not have.
+    """
+    path.write_text(json.dumps(value, indent=1, allow_nan=False), encoding="utf-8")
+
+
 def read_folder_config(folder: Path) -> LlamaConfig:
     """The config of a folder's `config.json`; end tokens also from `generation_config.json`."""
+    complete_replacement(folder)
     path, generation = folder / "config.json", folder / "generation_config.json"
     config, more = read_json(path), read_json(generation) if generation.exists() else None
     try:

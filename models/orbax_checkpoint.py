@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,55 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from jaxkv.models.errors import CheckpointError
-from jaxkv.models.files import read_folder_config
+from jaxkv.models.files import read_folder_config, read_json, write_json
 from jaxkv.models.llama import Llama
+from jaxkv.models.memory import check_fits
+from jaxkv.models.replace_entries import complete_replacement, replaced_entries
 from jaxkv.models.tokenizer import Tokenizer
 
 PARAMS = "params"
+_SIZES = "params.json"  # bytes of each file of `params`, by its path there
+# What a tokenizer may have written: a new one without, say, a template replaces an old one with it.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                    "added_tokens.json", "chat_template.jinja")  # fmt: skip
 
 
-def save_orbax(folder: Path, model: Llama, tokenizer: Tokenizer | None = None) -> None:
-    """Writes a model, and its tokenizer if given, to a new or existing folder."""
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=1))
-    if tokenizer is not None:
-        tokenizer.save(folder)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / PARAMS, nnx.to_pure_dict(nnx.state(model)), force=True)
+def save_orbax(folder: str | Path, model: Llama, tokenizer: Tokenizer | None = None) -> None:
+    """Writes a model, and its tokenizer if given, to a new or existing folder.
+
+    A checkpoint that the folder holds is replaced once the new one is whole: a save that is
+    interrupted at any point leaves one of the two.
+
+    Raises:
+      CheckpointError: the folder cannot be written to, or holds something else under the names of
+        a checkpoint.
+    """
+    folder = Path(folder).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        complete_replacement(folder)
+        _refuse_others(folder)
+        gone = _TOKENIZER_FILES if tokenizer is not None else ()
+        with replaced_entries(folder, gone=gone) as new:
+            write_json(new / "config.json", model.config.to_hf())
+            if tokenizer is not None:
+                tokenizer.save(new)
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(new / PARAMS, nnx.to_pure_dict(nnx.state(model)))
+            write_json(new / _SIZES, _file_sizes(new / PARAMS))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot save the model: {error}") from None
+
+
+def _refuse_others(folder: Path) -> None:
+    """Refuses to replace what is not a checkpoint of `save_orbax`."""
+    params = folder / PARAMS
+    if params.exists() and not (params / "_METADATA").is_file():
+        raise CheckpointError(f"{params} exists and is not an Orbax checkpoint; move it, or choose "
+                              "another folder")  # fmt: skip
+    if (folder / "config.json").exists() and not params.exists():
+        raise CheckpointError(f"{folder} has a config.json and no {PARAMS}: it holds another "
+                              "model; choose another folder")  # fmt: skip
 
 
 def load_orbax(folder: Path, *, dtype: Any) -> Llama:
@@ -48,15 +81,45 @@ def load_orbax(folder: Path, *, dtype: Any) -> Llama:
     path = folder / PARAMS
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; the checkpoint has no weights")
+    leaves = jax.tree.leaves(target)
+    check_fits(sum(math.prod(x.shape) for x in leaves), dtype, str(folder))
+    _check_files(folder)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             _check_shapes(path, checkpointer.metadata(path).item_metadata, target)
             weights = checkpointer.restore(path, target)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: cannot restore the weights: {reason}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise restore_error(path, error) from None
     nnx.replace_by_pure_dict(abstract, weights)
     return nnx.merge(graph, abstract)
+
+
+def restore_error(path: Path, error: BaseException) -> CheckpointError:
+    """One line for what Orbax raises: bare exceptions of sixty lines, for missing or cut data."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return CheckpointError(f"{path}: cannot restore the weights; files are missing, cut short or "
+                           f"damaged: {reason:.300}")  # fmt: skip
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _check_files(folder: Path) -> None:
+    """Compares files with those that were saved: a restore that fails leaks loops and threads."""
+    if not (folder / _SIZES).exists():  # written by Orbax itself
+        return
+    found = _file_sizes(folder / PARAMS)
+    for name, size in read_json(folder / _SIZES).items():
+        if found.get(name) != size:
+            got = f"has {found[name]} of {size} bytes" if name in found else "is missing"
+            raise CheckpointError(f"{folder / PARAMS / name} {got}: the checkpoint is incomplete; "
+                                  "copy it again, or save the model again")  # fmt: skip
 
 
 def _check_shapes(path: Path, metadata: Any, target: Any) -> None:

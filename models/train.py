@@ -29,7 +29,7 @@ from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.models.config import LlamaConfig
 from jaxkv.models.errors import CheckpointError
 from jaxkv.models.llama import Llama
-from jaxkv.models.orbax_checkpoint import save_orbax
+from jaxkv.models.orbax_checkpoint import restore_error, save_orbax
 from jaxkv.models.tokenizer import Tokenizer
 
 
@@ -212,9 +212,8 @@ def _restore(manager: ocp.CheckpointManager, settings: dict[str, Any], like: Any
     items = ocp.args.Composite(history=ocp.args.JsonRestore(), arrays=arrays)
     try:
         saved = manager.restore(latest, args=items)
-    except (ValueError, KeyError, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"{manager.directory}, step {latest}: {reason}") from None
+    except Exception as error:
+        raise restore_error(Path(manager.directory) / str(latest), error) from None
     for name, ours in settings.items():
         if (theirs := saved["history"]["settings"].get(name)) != ours:
             raise ConfigError(f"{name}={ours}, but the run to resume has {name}={theirs}")
