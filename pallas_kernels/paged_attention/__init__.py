@@ -13,10 +13,10 @@ everything and is for tests. `support` decides which of them can run; `operands`
 elements of pages to numbers.
 
 `decode_gpu` and `prefill_gpu` are the kernels for Hopper and Blackwell, `decode_ampere` and
-`prefill_ampere` those for Ampere. `pages_gpu` and `pages_ampere` load the pages, `products_gpu`
-multiplies operands in shared memory, and `decode_steps_gpu` and `prefill_steps_gpu` hold the
-softmax, which all generations share. `cascade` builds on this operation and reads a prefix that
-sequences share only once.
+`prefill_ampere` those for Ampere; `launch_gpu` launches them. `pages_gpu` and `pages_ampere` load
+the pages, `products_gpu` multiplies operands in shared memory, and `decode_steps_gpu` and
+`prefill_steps_gpu` hold the softmax, which all generations share. `cascade` builds on this
+operation and reads a prefix that sequences share only once.
 """
 
 from __future__ import annotations

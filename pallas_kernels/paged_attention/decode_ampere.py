@@ -25,9 +25,9 @@ from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import (
     start,
     weigh,
 )
+from jaxkv.pallas_kernels.paged_attention.launch_gpu import block_index, launch
 from jaxkv.pallas_kernels.paged_attention.pages_ampere import TileLoader, copy_swizzle, load_rows
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
-    PARAMS,
     TILE,
     PageReader,
     Pages,
@@ -59,7 +59,7 @@ def decode_ampere(
 
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, out_ref, lse_ref,
                q_smem, p_smem, k_smem, v_smem):  # fmt: skip
-        split, s, h = lax.axis_index("split"), lax.axis_index("s"), lax.axis_index("h")
+        split, s, h = block_index("split", "sequence", "head")
         span = split_span(lens_ref[s], s, h, split, splits, window)
         pages = Pages(rows_ref, scales_ref, layer_ref, tables_ref)
         last = jnp.maximum(span.to_tile - 1, span.from_tile)
@@ -96,21 +96,20 @@ def decode_ampere(
         store(out_ref.at[split, s, h], out)
         store(lse_ref.at[split, s, h], lse)
 
-    out, lse = plgpu.kernel(
-        kernel,
+    out, lse = launch(
+        kernel, q, *reader.operands, tables, lens,
         out_type=(
             jax.ShapeDtypeStruct((splits, num_seqs, num_kv_heads, head_dim, heads), jnp.float32),
             jax.ShapeDtypeStruct((splits, num_seqs, num_kv_heads, heads), jnp.float32),
         ),
-        grid=(splits, num_seqs, num_kv_heads), grid_names=("split", "s", "h"),
+        grid=dict(split=splits, sequence=num_seqs, head=num_kv_heads),
         scratch_types=[
             tiled((heads, head_dim), q.dtype, q_swizzle),
             plgpu.SMEM((TILE, heads), q.dtype),
             loader.smem, loader.smem,
         ],
-        compiler_params=PARAMS,
         interpret=interpret,
-    )(q, *reader.operands, tables, lens)  # fmt: skip
+    )  # fmt: skip
     out, lse = out[..., :group].swapaxes(-1, -2), lse[..., :group]
     out = out.reshape(splits, 1, num_seqs, num_q_heads, head_dim)
     return out, lse.reshape(splits, num_seqs, num_q_heads)

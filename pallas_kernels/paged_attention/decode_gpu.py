@@ -35,8 +35,8 @@ from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import (
     start,
     weigh,
 )
+from jaxkv.pallas_kernels.paged_attention.launch_gpu import block_index, launch, warpgroup_index
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
-    PARAMS,
     TILE,
     TILE_ROWS,
     PageReader,
@@ -131,8 +131,8 @@ def decode_gpu(
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, out_ref, lse_ref,
                q_smem, p_smem, k_operand, v_operand, out_smem, lse_smem, q_ready,
                *ring):  # fmt: skip
-        split, s, h = lax.axis_index("split"), lax.axis_index("s"), lax.axis_index("h")
-        role = lax.axis_index("role")
+        split, s, h = block_index("split", "sequence", "head")
+        role = warpgroup_index()
         ring, span = Ring(*ring), split_span(lens_ref[s], s, h, split, splits, window)
         first_row = (s * num_kv_heads + h) * stride
         q_start = jnp.minimum(first_row, last_start)
@@ -210,14 +210,13 @@ def decode_gpu(
     converted = tiled((TILE, head_dim), q.dtype, operand_swizzle)
     if not quantised:
         converted = plgpu.SMEM((1, 32), q.dtype)  # unused
-    out, lse = plgpu.kernel(
-        kernel,
+    out, lse = launch(
+        kernel, q, *reader.operands, tables, lens,
         out_type=(
             jax.ShapeDtypeStruct((splits, parts, num_seqs, num_q_heads, head_dim), q.dtype),
             jax.ShapeDtypeStruct((splits, num_seqs, num_kv_heads, heads), jnp.float32),
         ),
-        grid=(splits, num_seqs, num_kv_heads), grid_names=("split", "s", "h"),
-        num_threads=2, thread_name="role",
+        grid=dict(split=splits, sequence=num_seqs, head=num_kv_heads), warpgroups=2,
         scratch_types=[
             tiled((heads, head_dim), q.dtype, operand_swizzle),
             tiled((heads, TILE), q.dtype, operand_swizzle),
@@ -227,9 +226,8 @@ def decode_gpu(
             plgpu.Barrier(),
             *reader.scratch(shape.swizzle, readers=1),
         ],
-        compiler_params=PARAMS,
         interpret=interpret,
-    )(q, *reader.operands, tables, lens)  # fmt: skip
+    )  # fmt: skip
     first = stride * np.arange(num_seqs * num_kv_heads)
     column = (first - np.minimum(first, last_start))[:, None] + np.arange(group)
     lse = jnp.take_along_axis(lse.reshape(splits, -1, heads), jnp.asarray(column)[None], axis=2)

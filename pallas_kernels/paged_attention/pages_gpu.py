@@ -25,8 +25,6 @@ TILE = 64  # tokens per stage
 # a tile gets zeros in place of the rows that belong to the next tile.
 TILE_ROWS = 8
 LOG2E = math.log2(math.e)
-# The kernels set layouts explicitly: inferring them takes minutes for kernels of this size.
-PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def binary_logits(products, scale: float, soft_cap: float | None):

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv.pallas_kernels import target
 from jaxkv.pallas_kernels.layout import PoolShape
+from jaxkv.pallas_kernels.paged_attention.launch_gpu import block_index, launch
 from jaxkv.pallas_kernels.paged_attention.pages_ampere import TileLoader, copy_swizzle, load_rows
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
-    PARAMS,
     TILE,
     PageReader,
     Pages,
@@ -63,7 +62,7 @@ def prefill_ampere(
 
     def kernel(q_ref, rows_ref, scales_ref, layer_ref, tables_ref, lens_ref, seq_ref, first_ref,
                end_ref, out_ref, lse_ref, q_smem, p_smem, k_smem, v_smem):  # fmt: skip
-        tile, head, split = (lax.axis_index(name) for name in ("tile", "head", "split"))
+        tile, head, split = block_index("tile", "head", "split")
         pages = Pages(rows_ref, scales_ref, layer_ref, tables_ref)
         s = seq_ref[tile]
         queries = QueryTile.of(
@@ -97,20 +96,19 @@ def prefill_ampere(
             store(out_ref.at[split, tile, head], out.astype(q.dtype))
             store(lse_ref.at[split, tile, head], lse)
 
-    out, lse = plgpu.kernel(
-        kernel,
+    out, lse = launch(
+        kernel, q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end,
         out_type=(
             jax.ShapeDtypeStruct((splits, num_tiles, num_q_heads, ROWS, head_dim), q.dtype),
             jax.ShapeDtypeStruct((splits, num_tiles, num_q_heads, ROWS), jnp.float32),
         ),
-        grid=(num_tiles, num_q_heads, splits), grid_names=("tile", "head", "split"),
+        grid=dict(tile=num_tiles, head=num_q_heads, split=splits),
         scratch_types=[
             tiled((ROWS, head_dim), q.dtype, copy_swizzle(ROWS, row_bytes)),
             tiled((ROWS, TILE), q.dtype, copy_swizzle(ROWS, TILE * q.dtype.itemsize)),
             loader.smem, loader.smem,
         ],
-        compiler_params=PARAMS,
         interpret=interpret,
-    )(q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
+    )  # fmt: skip
     tile, row = rows_of_tokens(tile_first, num_tokens, last_start, align=1)
     return out[:, tile, :, row].swapaxes(0, 1), lse[:, tile, :, row].swapaxes(0, 1)

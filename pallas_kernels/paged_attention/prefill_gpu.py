@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv.pallas_kernels import target
 from jaxkv.pallas_kernels.layout import PoolShape
+from jaxkv.pallas_kernels.paged_attention.launch_gpu import block_index, launch, warpgroup_index
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
-    PARAMS,
     TILE,
     TILE_ROWS,
     PageReader,
@@ -85,8 +85,8 @@ def prefill_gpu(
                end_ref, out_ref, lse_ref, q_smem, p_smem, out_smem, lse_smem, q_ready,
                *ring):  # fmt: skip
         ring = Ring(*ring)
-        tile, head, split = (lax.axis_index(name) for name in ("tile", "head", "split"))
-        role = lax.axis_index("role")
+        tile, head, split = block_index("tile", "head", "split")
+        role = warpgroup_index()
         s = seq_ref[tile]
         queries = QueryTile.of(
             first_ref[tile], end_ref[tile], lens_ref[s], tile_rows, last_start, TILE_ROWS
@@ -167,14 +167,13 @@ def prefill_gpu(
             reader.run(Pages(rows_ref, scales_ref, layer_ref, tables_ref), ring, span)
 
     operand = swizzle_of(head_dim * q.dtype.itemsize)
-    out, lse = plgpu.kernel(
-        kernel,
+    out, lse = launch(
+        kernel, q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end,
         out_type=(
             jax.ShapeDtypeStruct((splits, *q.shape), q.dtype),
             jax.ShapeDtypeStruct((splits, num_q_heads, num_tiles, row_groups, ROWS), jnp.float32),
         ),
-        grid=(num_tiles, num_q_heads, splits), grid_names=("tile", "head", "split"),
-        num_threads=warpgroups + 1, thread_name="role",
+        grid=dict(tile=num_tiles, head=num_q_heads, split=splits), warpgroups=warpgroups + 1,
         scratch_types=[
             tiled((row_groups, ROWS, head_dim), q.dtype, operand),
             tiled((warpgroups, ROWS, TILE), q.dtype, operand),
@@ -183,9 +182,8 @@ def prefill_gpu(
             plgpu.Barrier(num_barriers=row_groups),
             *reader.scratch(operand, readers=warpgroups),
         ],
-        compiler_params=PARAMS,
         interpret=interpret,
-    )(q, *reader.operands, tables, lens, tile_seq, tile_first, tile_end)  # fmt: skip
+    )  # fmt: skip
     tile, row = rows_of_tokens(tile_first, num_tokens, last_start, TILE_ROWS)
     lse = lse.reshape(splits, num_q_heads, num_tiles, tile_rows)[:, :, tile, row]
     return out[:, :num_tokens], lse.swapaxes(1, 2)
