@@ -15,13 +15,12 @@ from cases import QUICK, Case, forget_programs, make, oracle_with_lse
 from cases import run as run_plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from races import detector
 
 import jaxkv
 from jaxkv.pallas_kernels.paged_attention import mosaic_gpu, xla
 from jaxkv.pallas_kernels.paged_attention.cascade import cascade_attention
 
-RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
 OPTIONS: dict[str, Any] = dict(soft_cap=0.7, sinks=SINKS)
 
@@ -64,7 +63,7 @@ def check_gpu(case: Case, groups, **options):
     """Compares the output within bf16 rounding, the log-sum-exp (float32 products) more closely."""
     forget_programs()
     jitted.clear_cache()
-    out, lse = run(case, groups, "mosaic_gpu", interpret=RACES, **options)
+    out, lse = run(case, groups, "mosaic_gpu", interpret=detector(), **options)
     want, want_lse = oracle_with_lse(case, **options)
     np.testing.assert_allclose(out.astype(np.float32), want, atol=2e-2, rtol=2e-2)
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, rtol=1e-4)
@@ -206,7 +205,7 @@ def test_int8_pages_have_no_kernel_for_the_prefix():
                                scale_dtype=jnp.float32)  # fmt: skip
     case.q = case.q.astype(jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="int8 pages are not supported in prefill"):
-        run(case, groups, "mosaic_gpu", call=cascade_attention, interpret=RACES)
+        run(case, groups, "mosaic_gpu", call=cascade_attention, interpret=detector())
 
 
 # -- calls -----------------------------------------------------------------------------------

@@ -22,20 +22,20 @@ from cases import (
     run,
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from races import detector
 
 from jaxkv.pallas_kernels import target
 from jaxkv.pallas_kernels.paged_attention import mosaic_gpu
 from jaxkv.pallas_kernels.paged_attention.decode_steps_gpu import SLOTS, num_splits
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import TILE, PageReader, Pages, Span
 
-RACES = plgpu.InterpretGPUParams(detect_races=True)
 SINKS = jnp.array([0.5, -jnp.inf, 3.0, -2.0])
 BF16_STEP = 2.0**-8  # relative distance of a bfloat16 from its neighbours, at most
 
 
 def run_kernel(case, **options):
     """Returns output and log-sum-exp."""
-    return run(case, "mosaic_gpu", interpret=RACES, return_lse=True, **options)
+    return run(case, "mosaic_gpu", interpret=detector(), return_lse=True, **options)
 
 
 def check(case, tolerance=2e-2, **options):
@@ -324,7 +324,7 @@ def test_non_causal_prefill_of_other_generations(generation, request, monkeypatc
 
 def test_interpreted_calls_are_checked_for_support():
     with pytest.raises(NotImplementedError, match="block_size=4 is not supported"):
-        run(paged([9], block=4), "mosaic_gpu", interpret=RACES)
+        run(paged([9], block=4), "mosaic_gpu", interpret=detector())
 
 
 def test_splits_fill_the_gpu_and_no_more():

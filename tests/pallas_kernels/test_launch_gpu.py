@@ -16,6 +16,7 @@ from jax._src.mesh import AbstractDevice
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from races import detector
 
 from jaxkv.pallas_kernels.layout import split_by_heads
 from jaxkv.pallas_kernels.paged_attention import paged_attention
@@ -102,7 +103,7 @@ def test_a_sharded_step_runs_with_any_names_of_axes():
 
     def step(*args):
         return paged_attention(*args, layer=1, implementation="mosaic_gpu",
-                               interpret=plgpu.InterpretGPUParams(detect_races=True))  # fmt: skip
+                               interpret=detector())  # fmt: skip
 
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=specs, out_specs=P(None, "h"), check_vma=False
