@@ -154,25 +154,31 @@ def decode_gpu(
                 plgpu.commit_smem()
                 return converted
 
-            def of_tokens(scales, slot, like):
-                """Scales of a stage, broadcast to [TILE, heads]."""
-                factor = plgpu.load(scales.at[slot], layout=wgmma.reduce(1), optimized=False)
-                return per_row(factor, like)
+            def of_tokens(scales, slot):
+                """Scales [TILE] of a stage; loaded before the codes, whose fence covers them."""
+                return plgpu.load(scales.at[slot], layout=wgmma.reduce(1), optimized=False)
 
             def tile(i, carry):
                 acc, m, total = carry
                 slot = reader.slot(i, span)
                 seen = seen_tokens(i, span, heads)
                 plgpu.barrier_wait(ring.k_ready.at[slot])
+                k_scale = of_tokens(ring.k_scales, slot) if quantised else None
                 k = operand(ring.k, slot, k_operand)
                 products = product(k, q_smem.transpose((1, 0)))
-                if quantised:
-                    products *= of_tokens(ring.k_scales, slot, products)
+                if k_scale is not None:
+                    products *= per_row(k_scale, products)
                 plgpu.barrier_arrive(ring.k_free.at[slot])
                 p, alpha, m, total = weigh(products, seen, m, total, scale, soft_cap)
                 plgpu.barrier_wait(ring.v_ready.at[slot])
                 if quantised:
-                    p = jnp.where(seen, p * of_tokens(ring.v_scales, slot, p), 0.0)
+                    p = jnp.where(seen, p * per_row(of_tokens(ring.v_scales, slot), p), 0.0)
+                # Each warp's part of the last product reads all of p, and a warp waits for its own
+                # part alone. Two things keep a fast warp from storing the next p too early: the
+                # barriers of the reductions over tokens in `weigh`, and those that Pallas puts
+                # around stores unless `unsafe_no_auto_barriers` is set. Without both, a barrier is
+                # needed here. The reductions also share one scratch buffer for all threads of the
+                # block: a second compute warpgroup needs reductions of its own.
                 p_smem.transpose((1, 0))[...] = p.astype(q.dtype)
                 plgpu.commit_smem()
                 v = operand(ring.v, slot, v_operand)

@@ -79,7 +79,8 @@ class Ring(NamedTuple):
       k_ready: one barrier per stage; each copy that fills the stage arrives at it.
       v_ready: barriers of V, as `k_ready`.
       edge_ready: barriers of V of the first and the last tile, if these have slots to clear.
-      k_free: one barrier per stage; each warpgroup that reads the stage arrives at it.
+      k_free: one barrier per stage; each warpgroup that reads the stage arrives at it when its
+        reads are done and, if they were loads, fenced from the copies that follow.
       v_free: barriers of V, as `k_free`.
     """
 
@@ -205,9 +206,13 @@ class PageReader:
         """Loads all tiles of the span in order; the memory warpgroup's work."""
         for i in range(self.stages):
             at = span.from_tile + i
-            pl.when(at < span.to_tile)(
-                lambda at=at: self._fetch(at, self.sources(at, pages, span), pages, ring, span)
-            )
+
+            @pl.when(at < span.to_tile)
+            def fill(at=at):
+                sources = self.sources(at, pages, span)
+                self._fetch_k(at, sources, pages, ring, span)
+                self._fetch_v(at, sources, pages, ring, span)
+
         if not self.quantised:  # codes are never NaN, and scales are masked
             some = span.from_tile < span.to_tile
             pl.when(some & self.is_edge(span.from_tile, span))(
@@ -218,8 +223,9 @@ class PageReader:
             at, slot = i + self.stages, self.slot(i, span)
             sources = self.sources(at, pages, span)  # the wait hides the table's latency
             plgpu.barrier_wait(ring.k_free.at[slot])
+            self._fetch_k(at, sources, pages, ring, span)
             plgpu.barrier_wait(ring.v_free.at[slot])
-            self._fetch(at, sources, pages, ring, span)
+            self._fetch_v(at, sources, pages, ring, span)
 
         refills = jnp.maximum(span.to_tile - self.stages, span.from_tile)
         lax.fori_loop(span.from_tile, refills, refill, None)
@@ -251,25 +257,37 @@ class PageReader:
             tokens, scales = tokens.at[part], scales.at[part]
         return tokens, scales
 
-    def _fetch(self, tile, sources, pages: Pages, ring: Ring, span: Span) -> None:
+    def _fetch_k(self, tile, sources, pages: Pages, ring: Ring, span: Span) -> None:
+        slot = self.slot(tile, span)
+        stage = ring.k.at[slot], ring.k_scales.at[slot]
+        self._copy(0, sources, *stage, ring.k_ready.at[slot], pages, span)
+
+    def _fetch_v(self, tile, sources, pages: Pages, ring: Ring, span: Span) -> None:
         slot = self.slot(tile, span)
 
-        def copy(k_or_v, smem, smem_scales, ready):
-            for c, source in enumerate(sources):
-                tokens, scales = self.page(source, k_or_v, pages, span)
-                to = pl.ds(c * self.page_tokens, self.page_tokens)
-                plgpu.copy_gmem_to_smem(tokens, smem.at[slot, to], ready)
-                if self.quantised:
-                    plgpu.copy_gmem_to_smem(scales, smem_scales.at[slot, to], ready)
+        def copy(ready):
+            stage = ring.v.at[slot], ring.v_scales.at[slot]
+            self._copy(1, sources, *stage, ready, pages, span)
 
-        copy(0, ring.k, ring.k_scales, ring.k_ready.at[slot])
+        ready = ring.v_ready.at[slot]
         if self.quantised:
-            copy(1, ring.v, ring.v_scales, ring.v_ready.at[slot])
+            copy(ready)
         else:
             edge = self.is_edge(tile, span)
             cleared = ring.edge_ready.at[self._edge(tile, span)]
-            pl.when(edge)(lambda: copy(1, ring.v, None, cleared))
-            pl.when(~edge)(lambda: copy(1, ring.v, None, ring.v_ready.at[slot]))
+            pl.when(edge)(lambda: copy(cleared))
+            pl.when(~edge)(lambda: copy(ready))
+
+    def _copy(
+        self, k_or_v: int, sources, smem, smem_scales, ready, pages: Pages, span: Span
+    ) -> None:  # fmt: skip
+        """Starts the copies that fill a stage of K or V; each arrives at `ready`."""
+        for c, source in enumerate(sources):
+            tokens, scales = self.page(source, k_or_v, pages, span)
+            to = pl.ds(c * self.page_tokens, self.page_tokens)
+            plgpu.copy_gmem_to_smem(tokens, smem.at[to], ready)
+            if self.quantised:
+                plgpu.copy_gmem_to_smem(scales, smem_scales.at[to], ready)
 
     def is_edge(self, tile, span: Span):
         """Whether the tile may have slots without a token, as only the first and the last can."""

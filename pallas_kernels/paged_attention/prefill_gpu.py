@@ -111,6 +111,9 @@ def prefill_gpu(
                     products, position, i, span.length, m, total,
                     scale=scale, soft_cap=soft_cap, window=window, causal=causal,
                 )  # fmt: skip
+                # A warp stores the 16 rows of p that its part of the product reads, so that p needs
+                # no barrier between warps. The reductions of `weigh` stay inside a warp too, and
+                # use none of the scratch that the warpgroups would share.
                 p_smem[role] = p.astype(q.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_wait(ring.v_ready.at[slot])

@@ -4,6 +4,10 @@ Hopper multiplies by `wgmma`, which reads both operands from shared memory. Ampe
 multiply by `mma.sync`, which all GPUs from Ampere on have; its operands pass through registers. The
 sums have the same layout, `Layout.WGMMA`, so the rest of a kernel is the same. Blackwell's
 `tcgen05` would multiply faster, but decode is bound by memory and would gain nothing.
+
+When a product returns, its operands may be overwritten, also by TMA. `wgmma` reads through the
+async proxy, as TMA writes, and the product waits for it. `mma.sync` needs loads, which go through
+the generic proxy, so a fence follows them: without it, a copy into the stage could overtake them.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ def product_of(compute_capability: tuple[int, int], interpret: Any) -> Product:
     """
     if compute_capability[0] == 9:
         return _wgmma
-    return functools.partial(_mma, multiply=_interpreted_mma if interpret else plgpu.mma)
+    multiply = _interpreted_mma if interpret else plgpu.mma
+    copies_by_tma = compute_capability[0] > 8
+    return functools.partial(_mma, multiply=multiply, fence=copies_by_tma)
 
 
 def _wgmma(a, b, sums=None):
@@ -53,7 +59,7 @@ def _wgmma(a, b, sums=None):
     return product if sums is None else sums + product
 
 
-def _mma(a, b, sums=None, *, multiply):
+def _mma(a, b, sums=None, *, multiply, fence):
     lhs, rhs = plgpu.Layout.MMA_LHS(a.dtype), plgpu.Layout.MMA_RHS(b.dtype)
     if sums is None:
         zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
@@ -64,6 +70,8 @@ def _mma(a, b, sums=None, *, multiply):
         at = pl.ds(k, piece)
         left = plgpu.load(a.at[:, at], layout=lhs, optimized=False)
         sums = multiply(sums, left, plgpu.load(b.at[at], layout=rhs, optimized=False))
+    if fence:
+        plgpu.commit_smem()
     return sums
 
 

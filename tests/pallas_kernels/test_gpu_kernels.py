@@ -331,3 +331,39 @@ def test_splits_fill_the_gpu_and_no_more():
     assert num_splits(1, 8, 131072) * 8 >= SLOTS
     assert num_splits(1, 1, 40) == 1  # one tile
     assert num_splits(100_000, 8, 131072) == 1
+
+
+# -- the ring of stages ----------------------------------------------------------------------
+
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+@pytest.mark.parametrize(("gpu", "kind"), [
+    (HOPPER, dict(dim=128)),
+    (HOPPER, dict(dim=256, dtype=jnp.float16)),
+    (HOPPER, dict(dim=256, scale_dtype=jnp.float32)),
+    (BLACKWELL, dict(dim=128)),
+    (BLACKWELL, dict(dim=256, scale_dtype=jnp.bfloat16)),
+])  # fmt: skip
+def test_decode_fills_each_stage_of_its_ring_again(gpu, kind, request):
+    check_ring(gpu, paged([1, 700, 330], block=64, heads=2, **kind), request)
+
+
+@pytest.mark.parametrize(("gpu", "kind", "queries"), [
+    (HOPPER, dict(dim=128), 130),  # two warpgroups, 64 queries each
+    (HOPPER, dict(dim=256, dtype=jnp.float16), 30),  # two warpgroups, half of the columns each
+    (BLACKWELL, dict(dim=128), 30),
+])  # fmt: skip
+def test_prefill_fills_each_stage_of_its_ring_again(gpu, kind, queries, request):
+    check_ring(gpu, paged([400], [queries], block=64, heads=1, **kind), request)
+
+
+def check_ring(gpu, case, request):
+    """`check`, on contexts that go round the ring more than twice."""
+    if gpu == BLACKWELL:
+        request.getfixturevalue("blackwell")
+    with target.compile_for("gpu", gpu) as pipelines:
+        check(case)
+    (pipeline,) = pipelines
+    assert max(case.lens) > 2 * pipeline.stages * TILE
