@@ -1,4 +1,4 @@
-"""Conversion of lengths, positions and other metadata to 32-bit integers, with checks.
+"""Lengths, positions and other metadata as 32-bit integers: conversion with checks, and a search.
 
 JAX itself silently keeps the lower half of a 64-bit NumPy array: a length of 2**32 + 5 would become
 a length of 5.
@@ -52,3 +52,22 @@ def int32(name: str, x: ArrayLike) -> jax.Array | np.ndarray:
             if not _INT32.min <= value <= _INT32.max:
                 raise ValueError(f"{name} holds {value}, which does not fit 32 bits")
     return x.astype(np.int32)
+
+
+def count_up_to(ordered: jax.Array, x: ArrayLike) -> jax.Array:
+    """Number i32 of entries of `ordered` that are at most x, for each x.
+
+    JAX's default search is a loop, and on a GPU each loop ends the CUDA graph and waits for the
+    host once per round. Here all entries are compared at once.
+
+    Args:
+      ordered: [n], not decreasing.
+      x: any shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxkv.pallas_kernels.integers import count_up_to
+      >>> count_up_to(jnp.array([0, 3, 3]), jnp.array([-1, 0, 3])).tolist()
+      [0, 1, 3]
+    """
+    return jnp.searchsorted(ordered, x, side="right", method="compare_all").astype(jnp.int32)

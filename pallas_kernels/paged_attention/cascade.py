@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkv.pallas_kernels.integers import int32
+from jaxkv.pallas_kernels.integers import count_up_to, int32
 from jaxkv.pallas_kernels.layout import PoolShape, or_null
 from jaxkv.pallas_kernels.paged_attention import merge_attention, paged_attention
 
@@ -150,7 +150,7 @@ def cascade_attention(
         causal=False, max_query_len=max(2, len(q)), return_lse=True, **options,
     )  # fmt: skip
 
-    group = jnp.searchsorted(groups, jnp.arange(len(tables)), side="right") - 1
+    group = count_up_to(groups, jnp.arange(len(tables), dtype=jnp.int32)) - 1
     skipped = jnp.pad(shared, (0, 1))[group]  # per sequence; 0 after the last group
     columns = skipped[:, None] + jnp.arange(tables.shape[1], dtype=jnp.int32)
     tables = jnp.take_along_axis(tables, columns, axis=1, mode="fill", fill_value=0)

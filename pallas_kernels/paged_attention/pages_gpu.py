@@ -144,7 +144,8 @@ class PageReader:
 
     Attributes:
       rows: the pool as [rows, block_size, head_dim], see `layout`.
-      scales: scales of quantised pages, [rows, block_size]; otherwise a placeholder.
+      scales: scales of quantised pages, [rows, block_size]; otherwise `rows`, unread, since another
+        array would cost a kernel that fills it.
       quantised: whether the pages have scales.
       layer: i32[1], the layer.
       pool_shape: sizes of the pool.
@@ -162,9 +163,9 @@ class PageReader:
     def of(cls, kv_pages, kv_scales, layer: jax.Array, stages: int) -> PageReader:
         """Returns a reader of a pool."""
         quantised = kv_scales is not None
-        scales = scale_rows(kv_scales) if quantised else jnp.zeros((1, 32))
-        shape = PoolShape.of(kv_pages)
-        return cls(page_rows(kv_pages), scales, quantised, layer[None], shape, stages)
+        rows = page_rows(kv_pages)
+        scales = scale_rows(kv_scales) if quantised else rows
+        return cls(rows, scales, quantised, layer[None], PoolShape.of(kv_pages), stages)
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:

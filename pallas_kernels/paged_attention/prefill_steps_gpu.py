@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv.pallas_kernels.integers import count_up_to
 from jaxkv.pallas_kernels.paged_attention.operands import MASKED
 from jaxkv.pallas_kernels.paged_attention.pages_gpu import (
     LOG2E,
@@ -43,7 +44,7 @@ def query_tiles(query_start, num_tokens, num_seqs, tile_rows, align):
     tiles_before = jnp.cumsum(-(-counts // tile_rows))
     most = -(-(num_tokens + (align - 1) * (num_seqs + 1)) // tile_rows) + num_seqs + 1
     i = jnp.arange(most, dtype=jnp.int32)
-    s = jnp.minimum(jnp.searchsorted(tiles_before, i, side="right"), num_seqs).astype(jnp.int32)
+    s = jnp.minimum(count_up_to(tiles_before, i), num_seqs)
     first = rows[s] + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile_rows
     return s, jnp.clip(first, starts[s], starts[s + 1]), starts[s + 1]
 
@@ -57,7 +58,7 @@ def tile_start(first, last_start, align: int):
 def rows_of_tokens(tile_first, num_tokens, last_start, align):
     """(tile, row in the tile) of every token, i32[T] each."""
     t = jnp.arange(num_tokens, dtype=jnp.int32)
-    tile = jnp.searchsorted(tile_first, t, side="right") - 1
+    tile = count_up_to(tile_first, t) - 1
     return tile, t - tile_start(tile_first[tile], last_start, align)
 
 

@@ -13,6 +13,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv.pallas_kernels.integers import count_up_to
 from jaxkv.pallas_kernels.layout import PoolShape
 from jaxkv.pallas_kernels.paged_attention.operands import MASKED, Tile, read_pages
 
@@ -152,7 +153,7 @@ def prefill_xla(
         sinks = sinks.reshape(num_kv_heads, -1)
 
     def query_tile_of(query_tile, tiles_before, skipped, i, outs):
-        s = jnp.searchsorted(tiles_before, i, side="right").astype(jnp.int32)
+        s = count_up_to(tiles_before, i)
         first = jnp.where(s > 0, tiles_before[s - 1], 0)
         offset = skipped[s] + (i - first) * query_tile  # offset of the tile in its sequence
         at = query_start[s] + offset
