@@ -23,12 +23,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TextIO
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxkv.compile_check.launches import Launches, dump_options
 from jaxkv.compile_check.programs import Program, programs
 from jaxkv.compile_check.report import (
     Resources,
@@ -36,11 +38,13 @@ from jaxkv.compile_check.report import (
     count_atomic_scatters,
     count_kernels,
     count_pool_copies,
+    count_rematerialised,
+    ptxas_remarks,
 )
 from jaxkv.compile_check.targets import Target
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.pallas_kernels.paged_attention import supports
-from jaxkv.pallas_kernels.target import compile_for
+from jaxkv.pallas_kernels.target import compile_for, compiler_options
 
 WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 ENVIRONMENT = {
@@ -123,7 +127,13 @@ class _Job:
     """A step that is compiled in a separate process."""
 
     def __init__(self, target: Target, program: Program):
-        self._empty = Row(target.name, program.name, program.num_devices, program.pool_bytes)
+        self._empty = Row(
+            target.name,
+            program.name,
+            program.num_devices,
+            program.pool_bytes,
+            max_launches=program.max_launches,
+        )
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, lives as long as the job
         context = multiprocessing.get_context("fork")
         self._rows, sender = context.Pipe(duplex=False)
@@ -159,20 +169,31 @@ def _compile(target: Target, program: Program, row: Row, log: TextIO, rows: Conn
 
 def _compiled(target: Target, program: Program, row: Row, log: TextIO) -> Row:
     began = time.perf_counter()
-    attention, fallback = None, None
-    with compile_for("gpu", target.compute_capability) as pipelines:
+    attention, fallback, dump, launches = None, None, {}, None
+    with (
+        compile_for("gpu", target.compute_capability) as pipelines,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         if program.call is not None:
             claimed, reason = supports("mosaic_gpu", **program.call)
             fallback = None if claimed else reason
+            dump = dump_options(folder)
         devices = target.devices(program.num_devices)
         function, args = program.build(Mesh(np.array(devices), ("heads",)))
         # Kernels are lowered for the default device's generation, whatever the mesh.
         with jax.default_device(devices[0]):
-            compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
+            compiled = (
+                jax.jit(function, donate_argnums=0, compiler_options=compiler_options() | dump)
+                .lower(*args)
+                .compile()
+            )
+        if dump:
+            launches = Launches.read(Path(folder))
     seconds = time.perf_counter() - began
     ctypes.CDLL(None).fflush(None)  # the output of C++ is still in its buffers
     log.seek(0)
-    resources = Resources.parse(log.read())
+    output = log.read()
+    resources = Resources.parse(output)
     blocks = resources and resources.blocks_per_sm(target)
     in_flight = min((p.stages * p.tile_bytes for p in pipelines), default=None)
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
@@ -187,6 +208,9 @@ def _compiled(target: Target, program: Program, row: Row, log: TextIO) -> Row:
         kernels=kernels,
         fallback=fallback,
         resources=resources,
+        launches=launches,
+        rematerialised=count_rematerialised(hlo),
+        remarks=ptxas_remarks(output),
         blocks_per_sm=blocks,
         bytes_in_flight=None if blocks is None or in_flight is None else blocks * in_flight,
         alias_bytes=memory.alias_size_in_bytes,

@@ -66,6 +66,10 @@ _PREFILL_TOKENS, _PREFILL_SEQS = 512, 8
 _MOVED_BLOCKS = 32  # blocks per operation
 _KERNEL_LAYERS = 2  # more than one, so that a layer is not the whole pool
 _SHARDED_LAYERS = 4  # layers compile separately, more would show the same
+# Limits of the kernels launched: about those that were needed when this was written.
+_KERNEL_LAUNCHES = 9  # one layer's writes and attention
+_LAYER_LAUNCHES = 14  # a layer of a model
+_OTHER_LAUNCHES = 10  # a model outside its layers
 
 _WHOLE, _BY_HEADS = PartitionSpec(), PartitionSpec(None, "heads")
 
@@ -81,6 +85,7 @@ class Program:
       pool: pages and, if quantised, scales; all devices together.
       call: arguments of `supports` for its attention; None without attention.
       build: returns the function and its abstract arguments on a mesh of `num_devices`.
+      max_launches: most kernels that a run may launch; None: not limited.
     """
 
     name: str
@@ -89,6 +94,7 @@ class Program:
     pool: tuple[jax.ShapeDtypeStruct, ...]
     call: Mapping[str, Any] | None
     build: Callable[[Mesh], tuple[Callable[..., Any], tuple[Any, ...]]]
+    max_launches: int | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -169,7 +175,8 @@ def _kernel(form: Form, head_dim: int, block_size: int, dtype: str) -> Program:
         return step, _on(mesh, (state, q, kv, kv, batch))
 
     name = f"{form} {dtype}, head {head_dim}, block {block_size}"
-    return Program(name, "kernel", 1, _pool(state), _call(config, form, state, query_dtype), build)
+    call = _call(config, form, state, query_dtype)
+    return Program(name, "kernel", 1, _pool(state), call, build, _KERNEL_LAUNCHES)
 
 
 def _cascade(head_dim: int, block_size: int, dtype: str) -> Program:
@@ -191,7 +198,7 @@ def _cascade(head_dim: int, block_size: int, dtype: str) -> Program:
 
     name = f"cascade {dtype}, head {head_dim}, block {block_size}"
     call = _call(config, "prefill", state, dtype) | dict(causal=False)
-    return Program(name, "kernel", 1, _pool(state), call, build)
+    return Program(name, "kernel", 1, _pool(state), call, build, 2 * _KERNEL_LAUNCHES)
 
 
 def _model_step(form: Form, name: str, config: LlamaConfig) -> Program:
@@ -210,7 +217,8 @@ def _model_step(form: Form, name: str, config: LlamaConfig) -> Program:
         return step, _on(mesh, (state, params, tokens, batch))
 
     call = _call(config, form, state, "bfloat16")
-    return Program(f"{name} {form}, whole", "step", 1, _pool(state), call, build)
+    launches = _LAYER_LAUNCHES * config.num_layers + _OTHER_LAUNCHES
+    return Program(f"{name} {form}, whole", "step", 1, _pool(state), call, build, launches)
 
 
 def _sharded(form: Form, name: str, config: LlamaConfig, num_devices: int) -> Program:
@@ -250,7 +258,8 @@ def _sharded(form: Form, name: str, config: LlamaConfig, num_devices: int) -> Pr
 
     what = f"{name} {form}, attention of {config.num_layers} layers"
     call = _call(config, form, state, "bfloat16")
-    return Program(what, "step", num_devices, _pool(state), call, build)
+    launches = _LAYER_LAUNCHES * config.num_layers + _OTHER_LAUNCHES
+    return Program(what, "step", num_devices, _pool(state), call, build, launches)
 
 
 def _state(config: LlamaConfig, block_size: int, dtype: str, num_devices: int = 1):

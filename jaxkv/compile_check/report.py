@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxkv.compile_check.launches import Launches
 from jaxkv.compile_check.targets import Target
 
 _WARP = 32
@@ -25,12 +26,14 @@ class Resources:
     Attributes:
       registers: registers per thread.
       spill_bytes: bytes stored and loaded by register spills, summed over all kernels.
+      stack_bytes: bytes of local memory that hold arrays or spills, summed over all kernels.
       shared_bytes: bytes of shared memory.
       threads: threads per thread block.
     """
 
     registers: int
     spill_bytes: int
+    stack_bytes: int
     shared_bytes: int
     threads: int
 
@@ -46,6 +49,7 @@ class Resources:
         return cls(
             registers=max(map(int, registers)),
             spill_bytes=sum(int(stores) + int(loads) for stores, loads in spills),
+            stack_bytes=sum(map(int, re.findall(r"(\d+) bytes stack frame", output))),
             shared_bytes=max(int(scratch) + _barrier_bytes(rest) for scratch, rest in shared),
             threads=max(math.prod(int(n or 1) for n in sizes) for sizes in threads),
         )
@@ -93,6 +97,17 @@ def count_atomic_scatters(hlo: str, pool_elements: Collection[int]) -> int:
     )
 
 
+def count_rematerialised(hlo: str) -> int:
+    """Counts the results that XLA computes again where it needs them, to save memory."""
+    return len(re.findall(r"^ *(?:ROOT )?%\S*\.remat\S* = ", hlo, re.MULTILINE))
+
+
+def ptxas_remarks(output: str) -> tuple[str, ...]:
+    """Remarks of ptxas about a loss of speed, each once: C7508, registers that were not moved
+    between warpgroups; C7510, `wgmma`s that wait for each other."""
+    return tuple(sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", output))))
+
+
 def _elements(shape: str) -> int:
     return math.prod(map(int, shape.split(",")))
 
@@ -111,6 +126,10 @@ class Row:
       fallback: reason why attention does not use a kernel.
       error: reason why the program does not compile.
       resources: resources of the kernels.
+      launches: launches of a program with attention.
+      max_launches: limit of the kernels among them.
+      rematerialised: results that are computed more than once.
+      remarks: remarks of ptxas about a loss of speed.
       blocks_per_sm: thread blocks that fit one SM.
       bytes_in_flight: bytes in flight per SM: those that the kernel declares, times the thread
         blocks that fit.
@@ -130,6 +149,10 @@ class Row:
     fallback: str | None = None
     error: str | None = None
     resources: Resources | None = None
+    launches: Launches | None = None
+    max_launches: int | None = None
+    rematerialised: int | None = None
+    remarks: tuple[str, ...] = ()
     blocks_per_sm: int | None = None
     bytes_in_flight: int | None = None
     alias_bytes: int | None = None
@@ -150,6 +173,13 @@ class Row:
             broken.append("the compiler did not report the resources of its kernels")
         if self.resources and self.resources.spill_bytes:
             broken.append(f"registers spill {self.resources.spill_bytes} bytes")
+        elif self.resources and self.resources.stack_bytes:
+            broken.append(f"{self.resources.stack_bytes} bytes of arrays in local memory")
+        broken += [f"ptxas: {remark}" for remark in self.remarks]
+        if self.attention is not None and self.fallback is None:
+            broken += self._broken_launches()
+        if self.rematerialised:
+            broken.append(f"{self.rematerialised} results are computed again to save memory")
         if self.blocks_per_sm == 0:
             broken.append("its thread block does not fit an SM")
         if self.alias_bytes is not None and self.alias_bytes < self.pool_bytes:
@@ -162,6 +192,23 @@ class Row:
             broken.append(f"{self.atomic_scatters} scatters compare and swap each element")
         if self.temp_bytes is not None and self.temp_bytes >= self.pool_bytes:
             broken.append(f"{self.temp_bytes} temporary bytes, not less than the pool")
+        return broken
+
+    def _broken_launches(self) -> list[str]:
+        found, broken = self.launches, []
+        if found is None:
+            return ["the compiler did not report its launches"]
+        if found.loops:
+            broken.append(f"{found.loops} loops end a CUDA graph and wait for the host")
+        elif self.num_devices == 1:  # collectives end graphs too
+            if found.ungraphed:
+                broken.append(f"{found.ungraphed} launches are in no CUDA graph")
+            if found.graphs != 1:
+                broken.append(f"{found.graphs} CUDA graphs instead of one")
+        if self.max_launches is not None and found.kernels > self.max_launches:
+            broken.append(f"{found.kernels} launches, more than {self.max_launches}")
+        if found.unaligned:
+            broken.append(f"{found.unaligned} buffers do not begin at a multiple of 256 bytes")
         return broken
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,8 +226,9 @@ def table(target: Target, rows: Sequence[Row]) -> Table:
     )
     for name in ("step", "GPUs", "compiled", "attention"):
         table.add_column(name)
-    for name in ("regis-\nters", "spilled\nB", "shared\nKiB", "blocks\nper SM", "in flight\nKiB/SM",
-                 "pool\nMiB", "aliased\nMiB", "pool\ncopies", "temp\nMiB", "s"):  # fmt: skip
+    for name in ("launch-\nes", "regis-\nters", "spilled\nB", "shared\nKiB", "blocks\nper SM",
+                 "in flight\nKiB/SM", "pool\nMiB", "aliased\nMiB", "pool\ncopies", "temp\nMiB",
+                 "s"):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         used = row.resources
@@ -189,6 +237,7 @@ def table(target: Target, rows: Sequence[Row]) -> Table:
             str(row.num_devices),
             "yes" if row.error is None else "no",
             f"{row.attention} x{row.kernels}" if row.kernels else row.attention or "-",
+            _number(row.launches and row.launches.kernels),
             _number(used and used.registers),
             _number(used and used.spill_bytes),
             _number(used and used.shared_bytes, 1024),

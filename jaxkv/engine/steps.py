@@ -22,6 +22,7 @@ from jaxkv.cache.batch import Batch
 from jaxkv.cache.plan import DevicePlan, apply_device_plan
 from jaxkv.cache.state import PagedState
 from jaxkv.engine.model_call import call_model
+from jaxkv.pallas_kernels.target import compiler_options
 from jaxkv.sampling.params import LogitsProcessor
 from jaxkv.sampling.sampler import History, RowParams, Sampled, SamplerState, sample
 
@@ -68,12 +69,15 @@ def make_steps(model: Any) -> Steps:
     """
     graph, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
-    compiled = _compiled(graph, tree, model.config.vocab_size)
+    options = tuple(compiler_options().items())
+    compiled = _compiled(graph, tree, model.config.vocab_size, options)
     return Steps(*(functools.partial(f, leaves) for f in compiled))
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(graph: Any, tree: Any, vocab_size: int) -> tuple[Any, Any]:
+def _compiled(
+    graph: Any, tree: Any, vocab_size: int, options: tuple[tuple[str, Any], ...]
+) -> tuple[Any, Any]:
     """Jitted functions of a model structure: models of equal structure share compiled programs."""
 
     def forward(leaves, state, tokens, batch):
@@ -84,6 +88,7 @@ def _compiled(graph: Any, tree: Any, vocab_size: int) -> tuple[Any, Any]:
         jax.jit,
         donate_argnames=("state", "history"),
         static_argnames=("num_logprobs", "processors"),
+        compiler_options=dict(options),
     )
     def step(leaves, state: PagedState, history: History, params: RowParams, plan: DevicePlan,
              tokens, batch: Batch, entries: SampledPositions, *, num_logprobs: int | None = None,
@@ -105,6 +110,7 @@ def _compiled(graph: Any, tree: Any, vocab_size: int) -> tuple[Any, Any]:
         jax.jit,
         donate_argnames=("state", "history"),
         static_argnames=("num_steps", "num_logprobs", "processors"),
+        compiler_options=dict(options),
     )
     def decode(leaves, state: PagedState, history: History, params: RowParams, plan: DevicePlan,
                tokens, batch: Batch, *, num_steps: int, num_logprobs: int | None = None,

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from jaxkv.cli import main
 from jaxkv.compile_check import targets
+from jaxkv.compile_check.launches import Launches
 from jaxkv.compile_check.programs import programs
 from jaxkv.compile_check.report import (
     Resources,
@@ -23,6 +24,8 @@ from jaxkv.compile_check.report import (
     count_atomic_scatters,
     count_kernels,
     count_pool_copies,
+    count_rematerialised,
+    ptxas_remarks,
     table,
 )
 from jaxkv.compile_check.targets import Target
@@ -47,10 +50,12 @@ ptxas info    : Used 48 registers, used 16 barriers, 1 bytes smem
     24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
-FITS = Resources(registers=48, spill_bytes=0, shared_bytes=105576, threads=256)
+FITS = Resources(registers=48, spill_bytes=0, stack_bytes=0, shared_bytes=105576, threads=256)
+ONE_GRAPH = Launches(kernels=14, graphs=1, ungraphed=0, loops=0, unaligned=0)
 GOOD = Row(
     target="h200", program="step", num_devices=1, pool_bytes=2048, attention="mosaic_gpu",
-    kernels=1, resources=FITS, blocks_per_sm=2, bytes_in_flight=196608, alias_bytes=2100,
+    kernels=1, resources=FITS, launches=ONE_GRAPH, max_launches=14, rematerialised=0,
+    blocks_per_sm=2, bytes_in_flight=196608, alias_bytes=2100,
     pool_copies=0, atomic_scatters=0, temp_bytes=64, seconds=1.5,
 )  # fmt: skip
 
@@ -60,7 +65,11 @@ GOOD = Row(
 
 def test_resources_are_the_maximum_over_kernels_and_spills_their_sum():
     assert Resources.parse(OUTPUT) == Resources(
-        registers=168, spill_bytes=36, shared_bytes=105472 + 8 * (2 * 3 + 2 * 3 + 1), threads=384
+        registers=168,
+        spill_bytes=36,
+        stack_bytes=24,
+        shared_bytes=105472 + 8 * (2 * 3 + 2 * 3 + 1),
+        threads=384,
     )
 
 
@@ -116,6 +125,62 @@ def test_kernels_are_counted_by_their_custom_calls():
     assert count_kernels(2 * call + 'custom_call_target="__cublas$gemm"') == 2
 
 
+# Steps of a program ("thunks") as XLA writes them, and its buffers.
+THUNKS = """\
+000: kCommandBuffer [source       | next=007 (1)]
+    001: kCustomKernel [source       | sink        ] wrapped_iota grid: [1, 1, 1]
+    002: kCustomCall   [prev=001 (1) | sink        ] kCustomCall
+003: kAllReduce    [prev=000 (1) | next=004 (1)]
+004: kWhile         [prev=003 (1) | next=000 (1)]
+condition:
+    005: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    006: kCopy         [prev=005 (1) | sink        ] kCopy
+000: kCommandBuffer [prev=004 (1) | next=011 (1)]
+    007: kCustomKernel [source       | sink        ] loop_reduce_fusion grid: [16, 1, 1]
+    008: kWhile        [prev=007 (1) | sink        ]
+    condition:
+        009: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+      body:
+        010: kMemset       [source | sink] kMemset
+011: kGemm          [prev=008 (1) | sink        ]
+"""
+BUFFERS = """\
+BufferAssignment:
+allocation 0: size 4096, page 0, parameter 0, shape |bf16[2048]| at ShapeIndex {}, maybe-live-out:
+ value: <606 state_kv_pages.1 @0> (size=4096,offset=0): bf16[2048]{0}
+allocation 1: size 2048, page 0, preallocated-temp:
+ value: <107 copy.13 @0> (size=256,offset=768): u32[64]{0}
+ value: <612 fusion.3 @0> (size=128,offset=1024): u32[32]{0}
+ value: <613 fusion.4 @0> (size=128,offset=1152): u32[32]{0}
+"""
+
+
+def test_launches_and_what_ends_a_graph_are_counted():
+    found = Launches.parse(THUNKS, BUFFERS)
+    assert found == Launches(kernels=9, graphs=2, ungraphed=2, loops=1, unaligned=1)
+
+
+def test_a_missing_dump_is_not_an_empty_program(tmp_path):
+    assert Launches.read(tmp_path) is None
+
+
+def test_results_that_are_computed_again_are_counted():
+    hlo = """
+    %fusion.3.remat = s32[64]{0} fusion(%p), kind=kLoop, calls=%c, metadata={op_name="x.remat = "}
+    %fusion.3.remat2 = s32[64]{0} fusion(%p), kind=kLoop, calls=%fused_computation.remat
+    ROOT %tuple = (s32[64]{0}) tuple(%fusion.3.remat2)
+    """
+    assert count_rematerialised(hlo) == 2
+
+
+def test_remarks_of_ptxas_are_kept_once_each():
+    slow = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    output = f"{OUTPUT}ptxas info    : {slow} due to x\nptxas info    : {slow} due to x\n"
+    assert ptxas_remarks(output) == (f"{slow} due to x",)
+    assert ptxas_remarks(OUTPUT) == ()
+
+
 # -- limits ----------------------------------------------------------------------------------
 
 
@@ -130,6 +195,27 @@ def test_a_good_row_violates_no_limit():
     [
         ({"error": "ValueError: 7 is odd\nmore"}, "does not compile: ValueError: 7 is odd"),
         ({"resources": dataclasses.replace(FITS, spill_bytes=36)}, "registers spill 36 bytes"),
+        (
+            {"resources": dataclasses.replace(FITS, stack_bytes=8)},
+            "8 bytes of arrays in local memory",
+        ),
+        ({"launches": None}, "the compiler did not report its launches"),
+        (
+            {"launches": dataclasses.replace(ONE_GRAPH, ungraphed=2, loops=2)},
+            "2 loops end a CUDA graph and wait for the host",
+        ),
+        (
+            {"launches": dataclasses.replace(ONE_GRAPH, ungraphed=3)},
+            "3 launches are in no CUDA graph",
+        ),
+        ({"launches": dataclasses.replace(ONE_GRAPH, graphs=2)}, "2 CUDA graphs instead of one"),
+        ({"launches": dataclasses.replace(ONE_GRAPH, kernels=15)}, "15 launches, more than 14"),
+        (
+            {"launches": dataclasses.replace(ONE_GRAPH, unaligned=1)},
+            "1 buffers do not begin at a multiple of 256 bytes",
+        ),
+        ({"rematerialised": 90}, "90 results are computed again to save memory"),
+        ({"remarks": ("(C7510) wgmma is serialized",)}, "ptxas: (C7510) wgmma is serialized"),
         ({"blocks_per_sm": 0}, "its thread block does not fit an SM"),
         ({"alias_bytes": 100}, "only 100 of the pool's 2048 bytes are aliased"),
         ({"pool_copies": 2}, "2 copies of the pool"),
@@ -145,7 +231,8 @@ def test_a_violated_limit_is_reported_with_numbers(change, message):
 
 def test_the_table_shows_the_numbers_and_the_fallback_reasons():
     rows = [GOOD, dataclasses.replace(GOOD, program="other", kernels=0, attention="xla",
-                                      resources=None, blocks_per_sm=None, bytes_in_flight=None,
+                                      resources=None, launches=None, blocks_per_sm=None,
+                                      bytes_in_flight=None,
                                       fallback="group 9 is too large")]  # fmt: skip
     console = Console(width=180)
     with console.capture() as capture:
@@ -153,9 +240,9 @@ def test_the_table_shows_the_numbers_and_the_fallback_reasons():
     lines = capture.get().splitlines()
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert cells == [
-        ["step", "1", "yes", "mosaic_gpu x1", "48", "0", "103.1", "2", "192", "0", "0", "0", "0",
-         "1.5"],
-        ["other", "1", "yes", "xla", *5 * "-", "0", "0", "0", "0", "1.5"],
+        ["step", "1", "yes", "mosaic_gpu x1", "14", "48", "0", "103.1", "2", "192", "0", "0", "0",
+         "0", "1.5"],
+        ["other", "1", "yes", "xla", *6 * "-", "0", "0", "0", "0", "1.5"],
     ]  # fmt: skip
     assert "xla: group 9 is too large" in capture.get()
 
@@ -267,7 +354,7 @@ def test_nothing_copies_a_pool_of_40_gib(on_an_h200):
         assert row["broken"] == []
         assert row["pool_bytes"] > 39 * 2**30
         assert row["alias_bytes"] >= row["pool_bytes"]
-        assert row["pool_copies"] == row["atomic_scatters"] == 0
+        assert row["pool_copies"] == row["atomic_scatters"] == row["rematerialised"] == 0
         assert row["temp_bytes"] < row["pool_bytes"] / 100, name
 
 
@@ -279,7 +366,8 @@ def test_kernels_fill_an_h200(on_an_h200):
     assert {row["num_devices"] for row in rows.values()} == {1, 8}
     for name, row in rows.items():
         assert row["attention"] == "mosaic_gpu"
-        assert row["resources"]["spill_bytes"] == 0
+        assert row["resources"]["spill_bytes"] == row["resources"]["stack_bytes"] == 0
+        assert row["remarks"] == []
         assert row["blocks_per_sm"] >= 1
         assert row["bytes_in_flight"] >= 64 * 1024
         if "decode" in name and "head 256" not in name:
@@ -327,6 +415,7 @@ def test_other_gpus(tmp_path):
 
 BAD_STEPS = """
 import dataclasses, os
+import jax.numpy as jnp
 from jaxkv.compile_check.compiler import _Job
 from jaxkv.compile_check.programs import programs
 from jaxkv.compile_check.targets import Target
@@ -345,6 +434,10 @@ def moves(state, *args):
 def converts(state, *args):
     return dataclasses.replace(state, kv_pages=state.kv_pages.astype("float32"))
 
+def searches(state, *args):
+    found = jnp.searchsorted(state.seq_lens, state.block_tables[:, 0])
+    return dataclasses.replace(state, seq_lens=found.astype("int32"))
+
 def fails(state, *args):
     raise ValueError("7 is odd")
 
@@ -353,7 +446,7 @@ def dies(state, *args):
     os.abort()
 
 program = programs()["decode bfloat16, head 64, block 16"]
-for bad in (copies, may_repeat, moves, converts, fails, dies):
+for bad in (copies, may_repeat, moves, converts, searches, fails, dies):
     build = lambda mesh: (bad, program.build(mesh)[1])
     job = _Job(Target.load("h200"), dataclasses.replace(program, build=build))
     print(*job.row().broken, sep="; ")
@@ -369,11 +462,12 @@ def test_bad_steps_are_caught():
         text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    copied, repeated, moved, converted, failed, died = ran.stdout.splitlines()
+    copied, repeated, moved, converted, searched, failed, died = ran.stdout.splitlines()
     pool = programs()["decode bfloat16, head 64, block 16"].pool_bytes
     assert "copies of the pool" in copied
     assert "1 scatters compare and swap each element" in repeated
     assert f"{pool} temporary bytes, not less than the pool" in moved
     assert f"of the pool's {pool} bytes are aliased" in converted
+    assert "1 loops end a CUDA graph and wait for the host" in searched
     assert failed == "does not compile: ValueError: 7 is odd"
     assert died == "does not compile: the compiler exited with -6: LLVM ERROR: cannot select"
