@@ -31,7 +31,7 @@ from jaxkv.engine.work import Work
 from jaxkv.errors import JaxkvError
 from jaxkv.manager.block_manager import BlockManager
 from jaxkv.sampling.params import SamplingParams
-from jaxkv.sampling.sampler import ProcessorError
+from jaxkv.sampling.sampler import NO_TOKEN, ProcessorError
 
 
 class StepLoop:
@@ -196,6 +196,8 @@ class StepLoop:
         work, first = step.work, number * step.inputs.stride
         decodes = work.decodes
         tokens = sampled.tokens[first : first + len(decodes)]
+        for i in np.flatnonzero((tokens == NO_TOKEN) & (work.counts > number)).tolist():
+            self._end_without_token(decodes.sequences[i])
         taken = self.scheduler.rows.take(decodes, work.counts, number, tokens)
         self.stats.generated_tokens += len(taken.sequences)
         self.outputs.note_all(taken.sequences)
@@ -240,6 +242,9 @@ class StepLoop:
         if len(sequence.tokens) >= request.end:  # the prompt alone was to be computed
             self.finish(sequence, "length")
             return
+        if token == NO_TOKEN:
+            self._end_without_token(sequence)
+            return
         if request.beam is not None:
             if sequence.status is Status.RUNNING:
                 sequence.candidates = sampled.top_ids[place], sampled.top_logprobs[place]
@@ -275,6 +280,17 @@ class StepLoop:
                     self.end(request, "error", error)
         if len(tokens) >= request.end:
             self.finish(sequence, "length")
+
+    def _end_without_token(self, sequence: Sequence) -> None:
+        """Ends a sequence whose logits allow no token; in a beam search, all hypotheses."""
+        message = (
+            f"no token can follow the {len(sequence.tokens)} of this sequence: of its logits, "
+            "after bias and logits processor, all are -inf or one is NaN"
+        )
+        if sequence.request.beam is not None:
+            self.end(sequence.request, "error", JaxkvError(message))
+        else:
+            self.finish(sequence, "error", JaxkvError(message))
 
     def _advance_search(self, request: Request, now: float) -> None:
         """One step of a beam search, when the candidates of all its hypotheses have arrived."""

@@ -25,6 +25,8 @@ from jaxkv.sampling.params import (
     SamplingParams,
 )
 
+NO_TOKEN = -1  # drawn where the logits allow none: all are -inf, or one is NaN
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Sampled(NamedTuple):
     """Sampled tokens of L rows.
 
     Attributes:
-      tokens: i32[L]; sampled tokens.
+      tokens: i32[L]; sampled tokens; NO_TOKEN where the logits allow none.
       logprobs: f32[L]; log-probability of the token, or of the target where one is given; None
         unless requested.
       top_ids: i32[L, K]; most likely tokens.
@@ -213,7 +215,8 @@ def sample(
       processors: static; logits processors of the state.
 
     Returns:
-      The sampled tokens, and the new state, of which only the history has changed.
+      The sampled tokens, and the new state, of which only the history has changed. A token whose
+      logit is -inf is never sampled.
     """
     raw, history = logits, state.history
     R = len(history.token_ids)
@@ -314,17 +317,25 @@ def _processed(logits, read: _Rows, lengths, i: int, processor: LogitsProcessor,
 
 
 def _drawn(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
+    """The next tokens, i32[L]; NO_TOKEN where no logit is above -inf, or one is NaN."""
     greedy = _argmax(logits)
+    best = jnp.take_along_axis(logits, greedy[:, None], axis=1)  # NaN if any is
     temperature = read("temperature", 0)
+    # Below the least normal number, which some processors flush to 0, all processors are greedy.
+    random = temperature >= np.finfo(np.float32).tiny
     top_k, top_p, min_p = read("top_k", 0), read("top_p", 1), read("min_p", 0)
 
     def draw() -> jax.Array:
-        scaled = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
-        least = scaled.max(axis=-1) + jnp.log(min_p)  # of 0: -inf
-        scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
-        limited = (top_k > 0) | (top_p < 1)
+        # Below the best logit, so that a low temperature overflows to -inf alone, and the best stay
+        # at 0 also where they are infinite.
+        below = jnp.where(logits == best, 0, logits - best)
+        divisor = jnp.where(random, temperature, 1)[:, None]
+        least = jnp.log(min_p)[:, None]  # of 0: -inf
+        below = jnp.where(_divided(below, divisor) >= least, below, -jnp.inf)
+        limited = random & ((top_k > 0) | (top_p < 1))
         # Top-k and top-p sort the vocabulary: only if a row uses them.
-        scaled = lax.cond(limited.any(), lambda: _limit(scaled, top_k, top_p), lambda: scaled)
+        below = lax.cond(limited.any(), lambda: _limit(below, top_k, top_p, divisor), lambda: below)
+        scaled = _divided(below, divisor)
 
         def row(seed, sample, position, logits):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
@@ -333,11 +344,14 @@ def _drawn(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
         seeds, samples = read("seed", 0), read("sample", 0)
         return jax.vmap(row)(seeds, samples, lengths, scaled).astype(jnp.int32)
 
-    return lax.cond(
-        (temperature > 0).any(),
-        lambda: jnp.where(temperature > 0, draw(), greedy),
-        lambda: greedy,
-    )
+    tokens = lax.cond(random.any(), lambda: jnp.where(random, draw(), greedy), lambda: greedy)
+    return jnp.where(best[:, 0] > -jnp.inf, tokens, NO_TOKEN)
+
+
+def _divided(logits: jax.Array, temperature: jax.Array | float) -> jax.Array:
+    """Logits by temperature. The compiler may multiply by an inverse, which is 0 for a huge one:
+    -inf stays -inf."""
+    return jnp.where(logits > -jnp.inf, logits / temperature, -jnp.inf)
 
 
 def _argmax(x: jax.Array) -> jax.Array:
@@ -354,15 +368,40 @@ def _argmax(x: jax.Array) -> jax.Array:
     return (piece * width + inside).astype(jnp.int32)
 
 
-def _limit(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Masks what top-k and top-p exclude with -inf; the most likely token always stays."""
-    vocab_size = logits.shape[-1]
-    ranked = -jnp.sort(-logits, axis=-1)
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
-    kept = jnp.arange(vocab_size) < k[:, None]
-    probability = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    kept &= before < top_p[:, None]
-    kept = kept.at[:, 0].set(True)
-    lowest = jnp.where(kept, ranked, jnp.inf).min(axis=-1, keepdims=True)
-    return jnp.where(logits >= lowest, logits, -jnp.inf)
+def _limit(
+    logits: jax.Array, top_k: jax.Array, top_p: jax.Array, temperature: jax.Array | float = 1.0
+) -> jax.Array:
+    """Masks what top-k and top-p exclude with -inf; rows without limits keep every bit.
+
+    Tokens are ranked by logit, equal ones by id. A limit keeps the first of this order, the most
+    likely one always. They are ranked before the temperature (f32[L, 1]) divides them, which makes
+    equals of different logits if it is high.
+    """
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    ranked, ranked_ids = lax.sort((-logits, ids), num_keys=1, is_stable=True)
+    ranked = -ranked
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[1]), logits.shape[1])
+    weights = jnp.exp(_divided(ranked - ranked[:, :1], temperature))
+    weights = jnp.where(ids < k[:, None], weights, 0)
+    count = jnp.where(top_p < 1, jnp.minimum(k, _num_within(weights, top_p)), k)
+    last = jnp.maximum(count, 1)[:, None] - 1
+    lowest = jnp.take_along_axis(ranked, last, axis=1)
+    last_id = jnp.take_along_axis(ranked_ids, last, axis=1)
+    kept = (logits > lowest) | ((logits == lowest) & (ids <= last_id))
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _num_within(weights: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The fewest leading weights of each row that reach the share top_p of their sum, i32[L].
+
+    A sum of many weights is rounded to its own size. From one half on the tail is summed and
+    compared with 1 - p, so that small weights are not lost behind the large ones.
+    """
+    most = top_p >= 0.5
+    sums = jnp.cumsum(jnp.where(most[:, None], weights[:, ::-1], weights), axis=1)
+    total = sums[:, -1:]
+    before = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
+    within = jnp.where(
+        most[:, None], sums > (1 - top_p)[:, None] * total, before < top_p[:, None] * total
+    )
+    return within.sum(axis=1, dtype=jnp.int32)
