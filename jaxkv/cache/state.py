@@ -72,9 +72,16 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def init_state(config: CacheConfig) -> PagedState:
+def init_state(
+    config: CacheConfig, *, device: jax.Device | jax.sharding.Sharding | None = None
+) -> PagedState:
     """An empty cache: zeroed pages (and scales, if they are quantised), tables of null blocks,
     lengths of 0.
+
+    Args:
+      config: sizes of the cache.
+      device: device or sharding of all arrays, which are then committed to it, as those are that
+        come out of a step with committed weights; None: JAX's default device, uncommitted.
 
     Example:
       >>> import jaxkv
@@ -86,10 +93,11 @@ def init_state(config: CacheConfig) -> PagedState:
     page_format = format_of(config.dtype)
     scales = None
     if page_format.quantised:
-        scales = jnp.zeros(shape.scales_shape(), config.scale_dtype)
+        scales = jnp.zeros(shape.scales_shape(), config.scale_dtype, device=device)
+    tables = config.max_seqs, config.max_blocks_per_seq
     return PagedState(
-        kv_pages=jnp.zeros(shape.array_shape(), page_format.dtype),
+        kv_pages=jnp.zeros(shape.array_shape(), page_format.dtype, device=device),
         kv_scales=scales,
-        block_tables=jnp.zeros((config.max_seqs, config.max_blocks_per_seq), jnp.int32),
-        seq_lens=jnp.zeros(config.max_seqs, jnp.int32),
+        block_tables=jnp.zeros(tables, jnp.int32, device=device),
+        seq_lens=jnp.zeros(config.max_seqs, jnp.int32, device=device),
     )

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._util import next_power_of_two
@@ -72,8 +71,11 @@ class Device:
 
     def reset(self) -> None:
         """Makes an empty cache and empty sampler rows: at the start, and after a failed step."""
-        self.state: PagedState = init_state(self.cache)
-        self.sampler: SamplerState = jax.tree.map(jnp.asarray, self._empty(self.cache.max_seqs))
+        if (old := getattr(self, "state", None)) is not None:  # there is no room for two pools
+            old.kv_pages.delete()
+        placement = self._steps.placement
+        self.state: PagedState = init_state(self.cache, device=placement)
+        self.sampler: SamplerState = jax.device_put(self._empty(self.cache.max_seqs), placement)
 
     def _empty(self, rows: int) -> SamplerState:
         states = self.processors.first_states(rows)
@@ -90,7 +92,7 @@ class Device:
         if new:
             first = self.processors.first_states(self.cache.max_seqs)[slot]
             states = list(self.sampler.history.processor_states)
-            states[slot : slot + 1] = [jax.tree.map(jnp.asarray, first)]
+            states[slot : slot + 1] = [jax.device_put(first, self._steps.placement)]
             self.sampler = self.sampler.with_processor_states(tuple(states))
         return slot
 
@@ -207,7 +209,7 @@ class Device:
         for size in _powers(max_seqs * columns):
             if size >= _MIN_PLAN:
                 self.state = apply_plan(self.state, pad_plan(none, cells=size, lengths=size))
-        for size in _powers(max_seqs):
+        for size in _powers(2 * max_seqs):  # of rows that go on, and of those admitted
             copies = np.zeros((max(_MIN_PLAN, size), 2), np.int32)  # the null block onto itself
             plan = dataclasses.replace(none, copies=copies)
             self.state = apply_plan(self.state, pad_plan(plan))

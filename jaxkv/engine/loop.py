@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxkv.engine.compilation import num_compiled
 from jaxkv.engine.device import Device, InFlightStep, RowError
 from jaxkv.engine.model_call import ModelRaised
 from jaxkv.engine.outputs import Outputs
@@ -26,7 +28,6 @@ from jaxkv.engine.requests import (
 )
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.statistics import EngineStats
-from jaxkv.engine.steps import trace_counts
 from jaxkv.engine.work import Work
 from jaxkv.errors import JaxkvError
 from jaxkv.manager.block_manager import BlockManager
@@ -120,7 +121,7 @@ class StepLoop:
             for sequence in work.admitted:
                 if sequence.request.timings.scheduled is None:
                     sequence.request.timings.scheduled = now
-            planned, traces = time.perf_counter(), trace_counts.total()
+            planned, compiled = time.perf_counter(), num_compiled()
             try:
                 self.device.fill_rows(self.scheduler.take_unfilled())
                 step = self.device.send(work, plan)
@@ -132,7 +133,7 @@ class StepLoop:
             host, ended = self.stats.host, time.perf_counter()
             host.schedule += scheduled - began
             host.plan += planned - scheduled
-            if trace_counts.total() > traces:
+            if num_compiled() > compiled:
                 self.stats.compile_seconds += ended - planned
                 self._last_decode = None
             else:
@@ -216,7 +217,10 @@ class StepLoop:
         tokens, plan = [*sequence.tokens[start:], *draft][:fits], self.manager.take_plan()
         try:
             logprobs = sequence.request.logprobs
-            brought = self.device.send_draft(sequence.row, start, tokens, plan, logprobs=logprobs)
+            with self._counting_compilation():
+                brought = self.device.send_draft(
+                    sequence.row, start, tokens, plan, logprobs=logprobs
+                )
             sampled = jax.tree.map(np.asarray, brought)
         except Exception as error:
             self.end(sequence.request, "error", _cause(error))
@@ -358,6 +362,15 @@ class StepLoop:
             "are available though nothing runs; unpin prefixes or raise num_blocks"
         )
         self.end(request, "error", JaxkvError(message))
+
+    @contextlib.contextmanager
+    def _counting_compilation(self) -> Iterator[None]:
+        """Counts the time of work outside of `send` in which something compiles."""
+        began, compiled = time.perf_counter(), num_compiled()
+        yield
+        if num_compiled() > compiled:
+            self.stats.compile_seconds += time.perf_counter() - began
+            self._last_decode = None
 
     # -- failures ----------------------------------------------------------------------------
 

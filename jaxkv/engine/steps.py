@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxkv.cache.batch import Batch
 from jaxkv.cache.plan import DevicePlan, apply_device_plan
 from jaxkv.cache.state import PagedState
 from jaxkv.engine.model_call import call_model
+from jaxkv.errors import ConfigError
 from jaxkv.pallas_kernels.target import compiler_options
 from jaxkv.sampling.params import LogitsProcessor
 from jaxkv.sampling.sampler import History, RowParams, Sampled, SamplerState, sample
@@ -48,6 +50,10 @@ class SampledPositions(NamedTuple):
 class Steps(NamedTuple):
     """The two steps of a model, bound to its weights. Both donate state and history.
 
+    A step is compiled once for each form of its arguments, and JAX counts the devices that they are
+    committed to as part of it. State and history have to start with `placement`, or the second step
+    compiles again.
+
     Attributes:
       step: (state, history, params, plan, tokens i32[T], batch, entries, num_logprobs=None,
         processors=()) -> (Sampled of L, state, history). A token of -1 is read from the history.
@@ -55,10 +61,13 @@ class Steps(NamedTuple):
         k * S, step by step, state, history): k decode steps on the device alone. A row ends at
         a stop token or at its end; its later tokens are -1. Processor states, [S, ...], are those
         after the last step.
+      placement: sharding of all that lives beside the weights: their device, or whole on each
+        device of their mesh.
     """
 
     step: Callable[..., tuple[Sampled, PagedState, History]]
     decode: Callable[..., tuple[Sampled, PagedState, History]]
+    placement: Sharding
 
 
 def make_steps(model: Any) -> Steps:
@@ -69,16 +78,67 @@ def make_steps(model: Any) -> Steps:
     """
     graph, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
+    leaves, placement = _placed(leaves)
+    # On several devices the compiler would choose how the state comes out.
+    out = placement if placement.num_devices > 1 else None
     options = tuple(compiler_options().items())
-    compiled = _compiled(graph, tree, model.config.vocab_size, options)
-    return Steps(*(functools.partial(f, leaves) for f in compiled))
+    compiled = _compiled(graph, tree, model.config.vocab_size, options, out)
+    step, decode = (functools.partial(f, leaves) for f in compiled)
+    return Steps(step, decode, placement)
+
+
+def _placed(weights: list[Any]) -> tuple[list[jax.Array], Sharding]:
+    """Weights committed to their devices, and the sharding of arrays that live beside them.
+
+    Weights in NumPy are sent to the device here, not at every step. A mesh with explicit axes, as
+    `jax.make_mesh` makes it, becomes one where the compiler divides the work: neither the models
+    nor the operations on the pool name the sharding of each result.
+
+    Raises:
+      ConfigError: weights on different devices, or over several without a mesh.
+    """
+    leaves: list[jax.Array] = jax.device_put(weights)
+    committed = [leaf.sharding for leaf in leaves if leaf.committed]
+    shardings = committed or [leaf.sharding for leaf in leaves] or [jnp.zeros(()).sharding]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    if meshes:
+        placement = _in_mesh(meshes[0], PartitionSpec())
+    elif shardings[0].num_devices == 1:
+        (device,) = shardings[0].device_set
+        placement = SingleDeviceSharding(device)
+    else:
+        raise ConfigError(
+            f"the weights have a {type(shardings[0]).__name__} over {shardings[0].num_devices} "
+            "devices; place them on one device, or by a NamedSharding"
+        )
+    if any(sharding.device_set != placement.device_set for sharding in committed):
+        sets = sorted({str(sorted(d.id for d in sharding.device_set)) for sharding in committed})
+        raise ConfigError(
+            f"the weights are committed to different devices, {' and '.join(sets)}; place all of "
+            "them on one device, or all on one mesh"
+        )
+    for i, leaf in enumerate(leaves):
+        if not leaf.committed:
+            leaves[i] = jax.device_put(leaf, placement)
+        elif isinstance(leaf.sharding, NamedSharding):
+            leaves[i] = jax.device_put(leaf, _in_mesh(leaf.sharding.mesh, leaf.sharding.spec))
+    return leaves, placement
+
+
+def _in_mesh(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), spec)
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(
-    graph: Any, tree: Any, vocab_size: int, options: tuple[tuple[str, Any], ...]
-) -> tuple[Any, Any]:
-    """Jitted functions of a model structure: models of equal structure share compiled programs."""
+    graph: Any, tree: Any, vocab_size: int, options: tuple[tuple[str, Any], ...],
+    placement: Sharding | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Jitted functions of a model structure: models of equal structure share compiled programs.
+
+    Args:
+      placement: sharding of the state and history that come out; None: that of the arguments.
+    """
 
     def forward(leaves, state, tokens, batch):
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
@@ -87,6 +147,7 @@ def _compiled(
     @functools.partial(
         jax.jit,
         donate_argnames=("state", "history"),
+        out_shardings=(None, placement, placement),
         static_argnames=("num_logprobs", "processors"),
         compiler_options=dict(options),
     )
@@ -109,6 +170,7 @@ def _compiled(
     @functools.partial(
         jax.jit,
         donate_argnames=("state", "history"),
+        out_shardings=(None, placement, placement),
         static_argnames=("num_steps", "num_logprobs", "processors"),
         compiler_options=dict(options),
     )
