@@ -7,7 +7,6 @@ refuses before it changes anything.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from jaxkv.manager.branching import Branching
 from jaxkv.manager.eviction.policies import make_policy
 from jaxkv.manager.eviction.retention import Retention
 from jaxkv.manager.invariants import check_manager
-from jaxkv.manager.journal import Journal, operation
+from jaxkv.manager.journal import Journal, fresh_start, operation, query
 from jaxkv.manager.limits import Limits
 from jaxkv.manager.pins import Pins
 from jaxkv.manager.pool import BlockPool
@@ -128,7 +127,7 @@ class BlockManager:
         )
         self.journal = Journal(clock)
         self._hash_function = hash_function
-        self._transfer_numbers = itertools.count()
+        self._next_transfer = 0
         self._build(eviction, watermark, copy_on_partial_reuse)
 
     def _build(self, eviction: str, watermark: float, copy_on_partial_reuse: bool) -> None:
@@ -194,11 +193,16 @@ class BlockManager:
     # -- listeners ---------------------------------------------------------------------------
 
     def subscribe(self, listener: events.Listener) -> None:
-        """Sends every event from now on to `listener`, within the call that causes it."""
+        """Sends every event from now on to `listener`, within the call that causes it.
+
+        The events of a call are sent when its change is complete, so a listener may call the
+        manager. A listener that raises is unsubscribed, with a RuntimeWarning; the manager and
+        the other listeners go on.
+        """
         self.journal.subscribe(listener)
 
     def unsubscribe(self, listener: events.Listener) -> None:
-        """Ends a subscription."""
+        """Ends a subscription; no effect if there is none."""
         self.journal.unsubscribe(listener)
 
     # -- transitions -------------------------------------------------------------------------
@@ -485,8 +489,8 @@ class BlockManager:
         blocks = list(blocks)
         self._pool.require_content(blocks)
         self._pool.hold(blocks, "transfer")
-        number = next(self._transfer_numbers)
-        self._transfers[number] = blocks
+        number = self._next_transfer
+        self._next_transfer, self._transfers[number] = number + 1, blocks
         return number
 
     @operation
@@ -537,6 +541,7 @@ class BlockManager:
             self.journal.emit(events.CLEARED)
         return True
 
+    @fresh_start
     @operation
     def reset(self) -> None:
         """Drops everything: sequences, cached content, pins, transfers, changes that no plan has
@@ -624,6 +629,7 @@ class BlockManager:
         tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
         return self._admission.keys(tokens, origin).hashes()
 
+    @query
     def can_allocate(
         self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None,
         media: Iterable[Media] = (), lookahead: int = 0,
@@ -633,6 +639,7 @@ class BlockManager:
         origin = self._origin(namespace, media)
         return self._admission.verdict(as_tokens(token_ids), origin, lookahead)
 
+    @query
     def stats(self) -> Stats:
         """Counts of blocks by use."""
         self._expire_pins()

@@ -50,7 +50,7 @@ class Event:
 
     def to_json(self) -> str:
         """The event as one line of JSON."""
-        return json.dumps(to_plain(self), default=_as_text)
+        return json.dumps(_as_json(to_plain(self)))
 
 
 Listener = Callable[[Event], None]
@@ -81,10 +81,20 @@ def to_logging(logger: logging.Logger | None = None, level: int = logging.INFO) 
     )  # fmt: skip
 
 
-def _as_text(value: Any) -> Any:
-    """JSON for values that have no JSON form of their own."""
+def _as_json(value: Any) -> Any:
+    """JSON for every value and key that a namespace, an id or a detail may have."""
+    if isinstance(value, dict):
+        items = cast(dict[Any, Any], value).items()
+        return {key if isinstance(key, str) else _key(key): _as_json(item) for key, item in items}
+    if isinstance(value, list):
+        return [_as_json(item) for item in cast(list[Any], value)]
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, set | frozenset):
-        return sorted(cast(set[Any], value))
-    return str(value)
+        return sorted((_as_json(to_plain(item)) for item in cast(set[Any], value)), key=repr)
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _key(key: Any) -> str:
+    plain = _as_json(to_plain(key))
+    return plain if isinstance(plain, str) else json.dumps(plain)

@@ -1,13 +1,16 @@
-"""The event journal of a block manager: listeners, the operations' clock, calls as events.
+"""The event journal of a block manager: one time per call, listeners, calls as events.
 
-A recorded call is an event of its own, after the events of its effects, so that a log can be run
-again.
+A public call reads the clock once, and its events are sent when its change is complete. A recorded
+call is an event of its own, after the events of its effects, so that a log can be run again.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import traceback
+import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, Protocol
 
@@ -19,7 +22,7 @@ Counts = Callable[[tuple[int, ...]], tuple[tuple[int, ...], int]]
 
 
 class Journal:
-    """Listeners of one manager, and the time of its events.
+    """Listeners of one manager, and the time of its calls and events.
 
     Args:
       clock: monotonic clock, seconds.
@@ -34,8 +37,10 @@ class Journal:
         self.clock = clock
         self.counts: Counts = lambda blocks: ((0,) * len(blocks), 0)
         self.listening = False
-        self._time: float | None = None  # time of the operation that is being recorded
+        self._time: float | None = None  # time of the public call that is running
         self._listeners: list[events.Listener] = []
+        self._unsent: deque[tuple[events.Listener, events.Event]] = deque()
+        self._sending = False
 
     def subscribe(self, listener: events.Listener) -> None:
         """Adds a listener."""
@@ -43,39 +48,82 @@ class Journal:
         self.listening = True
 
     def unsubscribe(self, listener: events.Listener) -> None:
-        """Removes a listener."""
-        self._listeners.remove(listener)
+        """Removes a listener; no effect if it is not subscribed."""
+        self._listeners = [each for each in self._listeners if each != listener]
         self.listening = bool(self._listeners)
 
     def now(self) -> float:
-        """The clock. It stands still within a recorded operation, so that a log replays exactly."""
+        """The clock, which stands still within a public call: a decision has one time."""
         return self.clock() if self._time is None else self._time
 
+    def begin(self) -> bool:
+        """Begins a public call; returns whether it is the outermost one, which `end` must end."""
+        if self._time is not None:
+            return False
+        self._time = self.clock()
+        return True
+
+    def abandon(self) -> None:
+        """Forgets a public call that was interrupted, and its events."""
+        self._time, self._sending = None, False
+        self._unsent.clear()
+
+    def end(self) -> None:
+        """Ends the outermost public call, and sends its events."""
+        self._time = None
+        if self._unsent:
+            self._send()
+
     def emit(self, kind: str, *, seq: Any = None, blocks: Any = (), **detail: Any) -> None:
-        """Sends an event to all listeners."""
+        """Makes an event, which is sent at the end of the public call."""
         blocks = tuple(int(b) for b in blocks)
         ref_counts, num_available = self.counts(blocks)
         event = events.Event(kind, self.now(), seq, blocks, ref_counts, num_available, detail)
-        for listener in list(self._listeners):
-            listener(event)
+        self._unsent += [(listener, event) for listener in self._listeners]
+
+    def _send(self) -> None:
+        """Sends all events, also those of calls that a listener makes; listeners may raise."""
+        if self._sending:
+            return
+        failed: list[str] = []
+        self._sending = True
+        try:
+            while self._unsent:
+                listener, event = self._unsent.popleft()
+                if listener not in self._listeners:
+                    continue
+                try:
+                    listener(event)
+                except Exception as error:
+                    self.unsubscribe(listener)
+                    failed.append(_failure(listener, event, error))
+        finally:
+            self._sending = False
+            for text in failed:
+                warnings.warn(text, RuntimeWarning, stacklevel=4)  # at the public call's caller
 
     def record[Result](
         self, name: str, arguments: dict[str, Any], run: Callable[[], Result]
     ) -> Result:
         """Runs a call and emits it as an operation, with its result or its error."""
         detail: dict[str, Any] = {"name": name, "arguments": to_plain(arguments)}
-        outermost, self._time = self._time is None, self.now()
         try:
             result = run()
         except JaxkvError as error:
             self.emit(events.OPERATION, **detail, error=f"{type(error).__name__}: {error}")
             raise
-        else:
-            self.emit(events.OPERATION, **detail, result=to_plain(result))
-            return result
-        finally:
-            if outermost:
-                self._time = None
+        self.emit(events.OPERATION, **detail, result=to_plain(result))
+        return result
+
+
+def _failure(listener: events.Listener, event: events.Event, error: Exception) -> str:
+    name = getattr(listener, "__qualname__", None) or repr(listener)
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        f"listener {name} raised {type(error).__name__}: {error} ({frames[-1].filename}:"
+        f"{frames[-1].lineno}) at the event {event.kind!r}; it is unsubscribed, and the manager "
+        "goes on"
+    )
 
 
 class HasJournal(Protocol):
@@ -93,12 +141,46 @@ def operation[Owner: HasJournal, **Params, Result](
 
     @functools.wraps(method)
     def call(self: Owner, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        if not self.journal.listening:
+        journal = self.journal
+        outermost = journal.begin()
+        try:
+            if not journal.listening:
+                return method(self, *args, **kwargs)
+            arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+            del arguments["self"]
+            return journal.record(method.__name__, arguments, lambda: method(self, *args, **kwargs))
+        finally:
+            if outermost:
+                journal.end()
+
+    return call
+
+
+def query[Owner: HasJournal, **Params, Result](
+    method: Callable[Concatenate[Owner, Params], Result],
+) -> Callable[Concatenate[Owner, Params], Result]:
+    """Marks a public question whose answer depends on the time: it reads the clock once."""
+
+    @functools.wraps(method)
+    def call(self: Owner, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        outermost = self.journal.begin()
+        try:
             return method(self, *args, **kwargs)
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments["self"]
-        return self.journal.record(
-            method.__name__, arguments, lambda: method(self, *args, **kwargs)
-        )
+        finally:
+            if outermost:
+                self.journal.end()
+
+    return call
+
+
+def fresh_start[Owner: HasJournal, Result](
+    method: Callable[[Owner], Result],
+) -> Callable[[Owner], Result]:
+    """Marks an operation that follows an interrupted one: what that one began is forgotten."""
+
+    @functools.wraps(method)
+    def call(self: Owner) -> Result:
+        self.journal.abandon()
+        return method(self)
 
     return call

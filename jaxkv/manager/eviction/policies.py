@@ -10,7 +10,6 @@ costs nothing.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
@@ -61,7 +60,7 @@ class Scored:
         # Number of the run in which a block is idle.
         self._run_of = np.full(num_blocks, NONE, np.int64)
         self._runs: list[tuple[float, int, np.ndarray, int]] = []  # heap: score, number, blocks, at
-        self._numbers = itertools.count()
+        self._next_number = 0
         self._queued = 0  # blocks in runs, crossed-out ones included
 
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
@@ -71,7 +70,8 @@ class Scored:
         raise NotImplementedError
 
     def idle(self, blocks: np.ndarray) -> None:
-        number = next(self._numbers)
+        number = self._next_number
+        self._next_number += 1
         self._run_of[blocks] = number
         heapq.heappush(self._runs, (self.score.item(blocks.item(0)), number, blocks, 0))
         self._queued += len(blocks)
@@ -140,10 +140,11 @@ class Fifo(Scored):
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
-        self._ticks = itertools.count(1)
+        self._tick = 0
 
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
-        self.score[blocks] = next(self._ticks)
+        self._tick += 1
+        self.score[blocks] = self._tick
 
     def hit(self, blocks: np.ndarray, now: float) -> None:
         pass

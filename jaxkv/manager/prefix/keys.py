@@ -18,6 +18,7 @@ from jaxkv.errors import JaxkvError
 HashFunction = Callable[[bytes], bytes]  # any length to 16 bytes
 
 _TOKEN = np.dtype("<i4")
+_MAX_BITS = 4096  # of an integer in a namespace; Python refuses to print much longer ones
 
 
 class Media(NamedTuple):
@@ -58,7 +59,8 @@ def canonical(value: Any) -> bytes:
     ("ab", "c") and ("a", "bc"), cannot collide.
 
     Raises:
-      JaxkvError: a type without a stable form (floats, objects).
+      JaxkvError: a type without a stable form (floats, objects), or an integer of more than 4096
+        bits.
 
     Example:
       >>> canonical({"salt": "X"}) == canonical({"adapter": "X"})
@@ -69,9 +71,15 @@ def canonical(value: Any) -> bytes:
     elif isinstance(value, bool | np.bool_):
         kind, body = b"?", b"1" if value else b"0"
     elif isinstance(value, int | np.integer):
-        kind, body = b"i", str(int(cast(int, value))).encode()
+        number = int(cast(int, value))
+        if number.bit_length() > _MAX_BITS:
+            raise JaxkvError(
+                f"an integer in a namespace must have at most {_MAX_BITS} bits, got "
+                f"{number.bit_length()}"
+            )
+        kind, body = b"i", str(number).encode()
     elif isinstance(value, str):
-        kind, body = b"s", value.encode()
+        kind, body = b"s", value.encode(errors="surrogatepass")
     elif isinstance(value, bytes):
         kind, body = b"b", value
     elif isinstance(value, tuple | list):
