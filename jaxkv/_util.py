@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -35,6 +36,38 @@ def next_power_of_two(n: int) -> int:
       [1, 1, 8, 8]
     """
     return 1 << max(0, n - 1).bit_length()
+
+
+INT64_MAX = 2**63 - 1
+
+
+def as_int(name: str, value: Any, low: int = 0, high: int = INT64_MAX) -> int:
+    """The value as a Python int, so that no arithmetic wraps.
+
+    Integers of NumPy are accepted; bools and floats are not.
+
+    Raises:
+      ConfigError: not an integer, or not in `low` to `high`.
+
+    Example:
+      >>> as_int("lookahead", np.int32(3))
+      3
+      >>> as_int("lookahead", 0.5)
+      Traceback (most recent call last):
+      jaxkv.errors.ConfigError: lookahead=0.5 must be an integer from 0 to 2**63 - 1
+    """
+    shown = None
+    if type(value) is not int:
+        try:
+            value = operator.index(cast(Any, None) if isinstance(value, bool) else value)
+        except TypeError:
+            shown = repr(value)
+    if shown is None and low <= value <= high:
+        return value
+    if shown is None:  # Python refuses to print integers of many digits
+        shown = value if value.bit_length() < 128 else f"an integer of {value.bit_length()} bits"
+    most = "2**63 - 1" if high == INT64_MAX else high
+    raise ConfigError(f"{name}={shown} must be an integer from {low} to {most}")
 
 
 def require_positive(**values: Any) -> None:

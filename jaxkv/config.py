@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol, Self
 
-from jaxkv._util import ceil_div, require_positive
+from jaxkv._util import as_int, ceil_div, require_positive
 from jaxkv.errors import ConfigError
 from jaxkv.pallas_kernels.formats import FORMATS
 
@@ -80,6 +80,8 @@ class CacheConfig:
                 f"scale_dtype must be one of {', '.join(scale_dtypes)}, got {scale_dtype!r}"
             )
         require_positive(**fields)
+        for name, value in fields.items():  # Python integers: products of NumPy's wrap
+            object.__setattr__(self, name, int(value))
         if self.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves no usable block: block 0 is the null block; "
@@ -118,7 +120,7 @@ class CacheConfig:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens."""
-        return ceil_div(num_tokens, self.block_size)
+        return ceil_div(as_int("num_tokens", num_tokens), self.block_size)
 
     @classmethod
     def for_model(
@@ -149,9 +151,10 @@ class CacheConfig:
         """
         if memory_bytes is not None and num_blocks is not None:
             raise ConfigError(f"give {memory_bytes=} or {num_blocks=}, not both")
-        if max_len < 1 or block_size < 1:
-            raise ConfigError(f"{max_len=} and {block_size=} must be positive")
-        blocks_per_seq = ceil_div(max_len, block_size)
+        if memory_bytes is not None:
+            memory_bytes = as_int("memory_bytes", memory_bytes)
+        max_seqs, block_size = as_int("max_seqs", max_seqs, 1), as_int("block_size", block_size, 1)
+        blocks_per_seq = ceil_div(as_int("max_len", max_len, 1), block_size)
         config = cls(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,

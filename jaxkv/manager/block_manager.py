@@ -14,11 +14,12 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from jaxkv._util import ceil_div
+from jaxkv._util import INT64_MAX, as_int, ceil_div
 from jaxkv.config import CacheConfig
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.manager import events
 from jaxkv.manager.admission import AdmissionControl
+from jaxkv.manager.arguments import as_int64, as_integers, as_number
 from jaxkv.manager.branching import Branching
 from jaxkv.manager.eviction.policies import make_policy
 from jaxkv.manager.eviction.retention import Retention
@@ -46,6 +47,8 @@ from jaxkv.manager.writes import Writes
 
 _INDEXES = {"hash": HashIndex, "radix": RadixIndex}
 _DEFAULT_ROOT = root_of(None, 0)
+_INT32_MAX = 2**31 - 1  # plans number blocks, rows and columns in 32 bits
+_PRIORITIES = -(2**31), _INT32_MAX
 
 
 class BlockManager:
@@ -103,23 +106,25 @@ class BlockManager:
         debug: bool = False,
         hash_function: HashFunction = digest,
     ):
-        if num_blocks < 2 or min(block_size, max_seqs, max_blocks_per_seq) < 1:
-            raise ConfigError(
-                f"{num_blocks=} must be at least 2 (block 0 is the null block) and {block_size=}, "
-                f"{max_seqs=}, {max_blocks_per_seq=} positive"
-            )
-        if prefix_index is not None and prefix_index not in _INDEXES:
+        num_blocks = as_int("num_blocks", num_blocks, 2, _INT32_MAX)  # block 0 is the null block
+        block_size = as_int("block_size", block_size, 1, _INT32_MAX)
+        max_seqs = as_int("max_seqs", max_seqs, 1, _INT32_MAX)
+        max_blocks_per_seq = as_int("max_blocks_per_seq", max_blocks_per_seq, 1, _INT32_MAX)
+        if prefix_index is not None and prefix_index not in tuple(_INDEXES):
             raise ConfigError(
                 f"prefix_index must be one of {', '.join(_INDEXES)} or None, got {prefix_index!r}"
             )
-        if not 0 <= watermark < 1 or (sliding_window is not None and sliding_window < 1):
-            raise ConfigError(
-                f"{watermark=} must be in [0, 1), {sliding_window=} at least 1 or None"
-            )
+        watermark = as_number("watermark", watermark)
+        if watermark >= 1:
+            raise ConfigError(f"{watermark=} must be in [0, 1)")
+        if sliding_window is not None:
+            sliding_window = as_int("sliding_window", sliding_window, 1)
+        if not callable(clock):
+            raise ConfigError(f"{clock=} must be a function without arguments, in seconds")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
         self.sliding_window = sliding_window
-        self.weight_version = weight_version
+        self.weight_version = _as_version(weight_version)
         self.prefix_index = prefix_index
         self.debug = debug
         self._options: dict[str, Any] = dict(
@@ -233,27 +238,24 @@ class BlockManager:
           media: ranges of placeholder tokens, and the media that they stand for.
           skip_prefix_cache: compute all tokens; the blocks are still cached for others.
           lookahead: slots to reserve past the prompt.
-          priority: priority of the cached blocks; higher priorities are evicted later.
-          ttl: seconds after which the priority ends; None: never.
+          priority: priority of the cached blocks, 32 bits; higher priorities are evicted later.
+          ttl: seconds, at least 0, after which the priority ends; None: never.
           keep_watermark: refuse where `can_allocate` says "later" because of the watermark.
 
         Raises:
           OutOfBlocksError: too few blocks, or no free row; nothing was changed.
+          ConfigError: a number of another type or range than its argument has.
           JaxkvError: the id is live, the prompt is empty, or it can never fit a table row.
         """
-        tokens = as_tokens(token_ids)
-        length = len(tokens)
-        self._expire_pins()
-        if seq_id in self._table.rows:
-            raise JaxkvError(f"sequence {seq_id!r} is already live; free it first")
-        if length == 0 or lookahead < 0:
-            raise JaxkvError(
-                f"sequence {seq_id!r}: expected a token or more and lookahead >= 0, got {length} "
-                f"tokens and {lookahead=}"
-            )
+        tokens, lookahead = as_tokens(token_ids), as_int("lookahead", lookahead)
+        priority = as_int("priority", priority, *_PRIORITIES)
+        length, expires = len(tokens), self._end(ttl)
         origin = self._origin(namespace, media)
-        origin.priority = priority
-        origin.expires = None if ttl is None else self.journal.now() + ttl
+        origin.priority, origin.expires = priority, expires
+        self._table.require_new(seq_id)
+        if length == 0:
+            raise JaxkvError(f"sequence {seq_id!r}: expected a token or more, got 0 tokens")
+        self._expire_pins()
         count = self._admission.require(
             seq_id, tokens, origin, lookahead=lookahead, skip_prefix_cache=skip_prefix_cache,
             keep_watermark=keep_watermark,
@@ -280,7 +282,8 @@ class BlockManager:
         Raises:
           JaxkvError: more tokens than the sequence has left to compute.
         """
-        self._publisher.commit([self.row(seq_id)], [num_tokens])
+        count = as_int("num_tokens", num_tokens)
+        self._publisher.commit(np.array([self.row(seq_id)]), np.array([count]))
 
     @operation
     def commit_batch(
@@ -292,11 +295,8 @@ class BlockManager:
           JaxkvError: more tokens than a sequence has left to compute, or an id given twice.
         """
         selected = self._table.select(seq_ids)
-        if len(num_tokens) != len(selected.rows):
-            raise JaxkvError(
-                f"expected {len(selected.rows)} counts, one per sequence, got {len(num_tokens)}"
-            )
-        self._publisher.commit(selected.rows, num_tokens)
+        counts = as_int64("num_tokens", num_tokens, len(selected.rows))
+        self._publisher.commit(selected.rows, counts)
 
     @operation
     def append(self, seq_id: Hashable, token_id: int) -> None:
@@ -362,12 +362,10 @@ class BlockManager:
 
     def _slot_counts(self, selected: Rows, counts: int | Sequence[int] | np.ndarray) -> np.ndarray:
         """i64[n]; checked slot counts of the selected sequences."""
-        wanted, n = np.asarray(counts, np.int64), len(selected.rows)
-        if wanted.ndim and wanted.shape != (n,):
-            raise JaxkvError(f"expected {n} counts, one per sequence, got {wanted.size}")
-        if wanted.size and wanted.min() < 1:
-            raise JaxkvError(f"counts must be at least 1, got {wanted.tolist()}")
-        return wanted if wanted.ndim else np.full(n, wanted)
+        n, longest = len(selected.rows), self.max_blocks_per_seq * self.block_size
+        if not np.ndim(counts):
+            return np.full(n, as_int("num_slots", counts, 1, longest))
+        return as_int64("counts", counts, n, 1, longest)
 
     @operation
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
@@ -378,8 +376,7 @@ class BlockManager:
           JaxkvError: the child's id is live.
         """
         parent = self.row(parent_id)
-        if child_id in self._table.rows:
-            raise JaxkvError(f"sequence {child_id!r} is already live; free it first")
+        self._table.require_new(child_id)
         self._limits.require_row(0)
         self._branching.fork(parent, child_id)
 
@@ -392,12 +389,9 @@ class BlockManager:
         Raises:
           JaxkvError: another number of parents than sequences, or a parent out of range.
         """
-        rows = self._table.select(seq_ids).rows.tolist()
-        if len(parents) != len(rows) or any(not 0 <= p < len(rows) for p in parents):
-            raise JaxkvError(
-                f"parents must be {len(rows)} indices in [0, {len(rows)}), got {list(parents)}"
-            )
-        self._branching.reorder(rows, [rows[p] for p in parents])
+        rows = self._table.select(seq_ids).rows
+        sources = rows[as_int64("parents", parents, len(rows), 0, len(rows) - 1)]
+        self._branching.reorder(rows.tolist(), sources.tolist())
 
     @operation
     def truncate(self, seq_id: Hashable, length: int) -> None:
@@ -407,7 +401,7 @@ class BlockManager:
           JaxkvError: a length that is negative, above the sequence's, or inside the part that a
             sliding window has freed; nothing was changed.
         """
-        row = self.row(seq_id)
+        row, length = self.row(seq_id), as_int("length", length, -INT64_MAX)
         table, size = self._table, self.block_size
         # The next query must not read what the window has freed.
         gone = int(table.dropped[row]) * size
@@ -443,16 +437,15 @@ class BlockManager:
 
         Args:
           token_ids: token ids of the prefix; its full blocks are pinned as far as they are cached.
-          ttl: seconds after which the pin ends; None: until `unpin`.
+          ttl: seconds, at least 0, after which the pin ends; None: until `unpin`.
           namespace: namespace of the prefix, as in `allocate`.
 
         Returns:
           Number of tokens in the pinned blocks.
         """
-        tokens, origin = as_tokens(token_ids), self._origin(namespace, ())
+        tokens, origin, ends = as_tokens(token_ids), self._origin(namespace, ()), self._end(ttl)
         whole = len(tokens) // self.block_size * self.block_size
         match = self._admission.match(tokens[:whole], origin, end=whole)
-        ends = None if ttl is None else self.journal.now() + ttl
         keys = self._admission.keys(tokens, origin)
         self._pins.set(keys, match.seen.tolist(), ends)
         return len(match.hits) * self.block_size
@@ -486,7 +479,7 @@ class BlockManager:
         Raises:
           JaxkvError: a block holds no content; nothing was changed.
         """
-        blocks = list(blocks)
+        blocks = as_int64("blocks", blocks, low=-INT64_MAX).tolist()
         self._pool.require_content(blocks)
         self._pool.hold(blocks, "transfer")
         number = self._next_transfer
@@ -500,6 +493,7 @@ class BlockManager:
         Raises:
           JaxkvError: no such transfer is in flight.
         """
+        transfer = as_int("transfer", transfer)
         if transfer not in self._transfers:
             raise JaxkvError(
                 f"transfer {transfer!r} is not in flight; {len(self._transfers)} transfers are"
@@ -513,6 +507,7 @@ class BlockManager:
         Raises:
           JaxkvError: a block is referenced, held, or not cached; nothing was changed.
         """
+        blocks = as_int64("blocks", blocks, low=-INT64_MAX).tolist()
         self._expire_pins()
         self._pool.evict(blocks)
 
@@ -522,7 +517,7 @@ class BlockManager:
 
         Blocks of running sequences come from the old weights and stay under the old version.
         """
-        self.weight_version = version
+        self.weight_version = _as_version(version)
 
     @operation
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
@@ -556,7 +551,13 @@ class BlockManager:
 
     @operation
     def note(self, kind: str, seq_id: Hashable, detail: dict[str, Any]) -> None:
-        """Emits an event of the caller, such as a preemption and its reason."""
+        """Emits an event of the caller, such as a preemption and its reason.
+
+        Raises:
+          ConfigError: a detail with the name of one of the event's own fields.
+        """
+        if taken := {"self", "kind", "seq", "blocks"}.intersection(detail):
+            raise ConfigError(f"detail must not name fields of the event, got {sorted(taken)}")
         if self.journal.listening:
             self.journal.emit(kind, seq=seq_id, **detail)
 
@@ -605,13 +606,14 @@ class BlockManager:
 
     def locate(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks and offsets, i32[n] each, of (row, position) pairs. Positions are not checked."""
+        rows, positions = as_integers("rows", rows), as_integers("positions", positions)
         columns, offsets = self._table.split(positions)
         flat = rows * self.max_blocks_per_seq + columns
         return np.take(self._table.blocks, flat), offsets
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return ceil_div(num_tokens, self.block_size)
+        return ceil_div(as_int("num_tokens", num_tokens), self.block_size)
 
     def lookup(
         self, token_ids: Sequence[int] | np.ndarray, *, namespace: Any = None,
@@ -635,9 +637,10 @@ class BlockManager:
         media: Iterable[Media] = (), lookahead: int = 0,
     ) -> Admission:  # fmt: skip
         """Reports whether a prompt fits now, later or never, the watermark kept."""
-        self._expire_pins()
+        tokens, lookahead = as_tokens(token_ids), as_int("lookahead", lookahead)
         origin = self._origin(namespace, media)
-        return self._admission.verdict(as_tokens(token_ids), origin, lookahead)
+        self._expire_pins()
+        return self._admission.verdict(tokens, origin, lookahead)
 
     @query
     def stats(self) -> Stats:
@@ -664,9 +667,26 @@ class BlockManager:
         if self._pins.due(self.journal.now()):
             self.end_pins()
 
+    def _end(self, ttl: float | None) -> float | None:
+        """Time at which a time to live ends."""
+        return None if ttl is None else self.journal.now() + as_number("ttl", ttl)
+
     def _origin(self, namespace: Any, media: Iterable[Media]) -> Origin:
         if namespace is None and self.weight_version == 0:
             root = _DEFAULT_ROOT
         else:
             root = root_of(namespace, self.weight_version)
-        return Origin(namespace, root, media_of_blocks(media, self.block_size), [])
+        return Origin(namespace, root, self._media(media), [])
+
+    def _media(self, media: Iterable[Media]) -> dict[int, bytes]:
+        longest = self.max_blocks_per_seq * self.block_size
+        return media_of_blocks(media, self.block_size, longest)
+
+
+def _as_version(version: int | str) -> int | str:
+    if isinstance(version, str):
+        return version
+    try:
+        return as_int("weight_version", version, -INT64_MAX)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or text") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jaxkv.errors import JaxkvError
@@ -24,24 +22,26 @@ class Publisher:
         self._hash = hash_function
         self._size = pool.block_size
 
-    def commit(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
+    def commit(self, rows: np.ndarray, counts: np.ndarray) -> None:
         """Marks the KV of the next `counts[i]` tokens of row i as computed; publishes full blocks.
+
+        Args:
+          rows: i64[n].
+          counts: i64[n]; at least 0.
 
         Raises:
           JaxkvError: more tokens than a sequence has left to compute; nothing was changed.
         """
-        rows, counts = np.asarray(rows, np.int64), np.asarray(counts, np.int64)
         table = self._table
         before = table.computed[rows]
-        after = before + counts
-        wrong = (counts < 0) | (after > table.lengths[rows])
+        wrong = counts > table.lengths[rows] - before  # a sum could wrap
         if np.count_nonzero(wrong):
             i = int(wrong.argmax())
             raise JaxkvError(
                 f"sequence {table.ids[rows[i]]!r}: cannot commit {counts[i]} tokens: {before[i]} "
                 f"of {table.lengths[rows[i]]} are already computed"
             )
-        table.computed[rows] = after
+        table.computed[rows] = after = before + counts
         full = table.split(after)[0] > table.split(before)[0]
         if np.count_nonzero(full):
             self.publish_all(rows[full])

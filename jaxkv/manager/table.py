@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from jaxkv.errors import JaxkvError, UnknownSequenceError
+from jaxkv.errors import ConfigError, JaxkvError, UnknownSequenceError
 
 NULL_BLOCK = 0  # never allocated; padding points at it, and reads of it are masked
 _NO_CELLS, _NO_LENGTHS = np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
@@ -107,6 +107,16 @@ class SequenceTable:
             raise UnknownSequenceError(
                 f"no live sequence {seq_id!r}; {len(self.rows)} are live"
             ) from None
+        except TypeError:
+            raise _not_hashable(seq_id) from None
+
+    def require_new(self, seq_id: Hashable) -> None:
+        """Raises JaxkvError unless the id can name a new sequence."""
+        try:
+            if seq_id in self.rows:
+                raise JaxkvError(f"sequence {seq_id!r} is already live; free it first")
+        except TypeError:
+            raise _not_hashable(seq_id) from None
 
     def origin(self, row: int) -> Origin:
         """Origin of a live row's keys."""
@@ -237,3 +247,7 @@ class SequenceTable:
             lengths = np.stack([changed, self.computed[changed]], 1).astype(np.int32)
         self._dirty_cells, self._dirty_ranges, self._dirty_rows = [], [], set()
         return cells, lengths
+
+
+def _not_hashable(seq_id: object) -> ConfigError:
+    return ConfigError(f"seq_id={seq_id!r} must be hashable, {type(seq_id).__name__} is not")

@@ -31,6 +31,34 @@ def test_sizes_must_be_positive_integers(field, value):
         CacheConfig(**(BASE | {field: value}))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.int64])
+def test_sizes_from_numpy_do_not_wrap(dtype):
+    """2 x 80 x 64 x 128 x 4 bytes a token, times 127 x 100 tokens, is above 2**32."""
+    sizes: dict[str, Any] = dict(
+        num_layers=80, num_kv_heads=64, head_dim=120, num_blocks=127, block_size=100
+    )
+    config = CacheConfig(**{name: dtype(size) for name, size in sizes.items()})
+    assert config == CacheConfig(**sizes)
+    assert config.pool_bytes == 2 * 80 * 64 * 120 * 4 * 127 * 100 > 2**32
+    assert config.bytes_per_token == 2 * 80 * 64 * 120 * 4
+    for size in (config.pool_bytes, config.max_len, config.blocks_for(dtype(101))):
+        assert type(size) is int
+
+
+def test_for_model_takes_numpy_numbers_and_refuses_floats():
+    n: Any = np.int32
+    config = CacheConfig.for_model(Shape(), max_len=n(2**30), max_seqs=n(2**4), block_size=n(2**7))
+    assert config.num_blocks == 1 + 2**27
+    budget = CacheConfig.for_model(Shape(), memory_bytes=n(2**31 - 1), block_size=n(4))
+    assert budget == CacheConfig.for_model(Shape(), memory_bytes=2**31 - 1, block_size=4)
+    for name in ("memory_bytes", "max_len", "max_seqs", "block_size", "num_blocks"):
+        for value in (1.5, True, "8"):
+            with pytest.raises(ConfigError, match=name):
+                CacheConfig.for_model(Shape(), **{name: value})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="num_tokens"):
+        budget.blocks_for(1.5)  # pyright: ignore[reportArgumentType]
+
+
 def test_other_refusals():
     with pytest.raises(ConfigError, match="float8"):
         CacheConfig(**BASE, dtype="float8")

@@ -308,6 +308,6 @@ def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
     Raises:
       ConfigError: an unknown name.
     """
-    if name not in _POLICIES:
+    if name not in POLICIES:
         raise ConfigError(f"eviction must be one of {', '.join(POLICIES)}, got {name!r}")
     return _POLICIES[name](num_blocks)

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import xxhash
 
-from jaxkv.errors import JaxkvError
+from jaxkv._util import as_int
+from jaxkv.errors import ConfigError, JaxkvError
+from jaxkv.manager.arguments import as_integers
 
 HashFunction = Callable[[bytes], bytes]  # any length to 16 bytes
 
@@ -36,19 +38,17 @@ def as_tokens(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Token ids as contiguous little-endian int32.
 
     Raises:
-      JaxkvError: not a flat sequence of integers in the range of int32.
+      ConfigError: not a flat sequence of integers from 0 to 2**31 - 1.
     """
-    tokens = np.asarray(token_ids)
-    if tokens.dtype == _TOKEN and tokens.ndim == 1 and tokens.flags.c_contiguous:
-        return tokens
-    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
-        raise JaxkvError(
-            f"token_ids must be a flat sequence of integers, got {tokens.dtype} {tokens.shape}"
-        )
-    if tokens.dtype.itemsize >= 4 and tokens.dtype != _TOKEN and tokens.size:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < -(2**31) or high >= 2**31:
-            raise JaxkvError(f"token ids must fit 32 bits, got {low} to {high}")
+    tokens = as_integers("token_ids", token_ids)
+    if tokens.size:
+        low, known = int(np.minimum.reduce(tokens)), tokens.dtype == _TOKEN
+        if low < 0 or (not known and int(np.maximum.reduce(tokens)) >= 2**31):
+            raise ConfigError(
+                f"token_ids must be from 0 to {2**31 - 1} (32 bits), got {low} to {tokens.max()}"
+            )
+        if known and tokens.flags.c_contiguous:
+            return tokens
     return np.ascontiguousarray(tokens, _TOKEN)
 
 
@@ -105,12 +105,17 @@ def root_of(namespace: Any, weight_version: Any) -> bytes:
     return digest(canonical(("jaxkv", weight_version, namespace)))
 
 
-def media_of_blocks(media: Iterable[Media], block_size: int) -> dict[int, bytes]:
-    """Key parts of blocks with placeholder tokens, by block index: media, and ranges in them."""
+def media_of_blocks(media: Iterable[Media], block_size: int, end: int) -> dict[int, bytes]:
+    """Key parts of blocks with placeholder tokens, by block index: media, and ranges in them.
+
+    Raises:
+      JaxkvError: a range that is empty or not within the first `end` tokens, or an id without a
+        stable form.
+    """
     parts: dict[int, list[tuple[int, int, Any]]] = {}
     for start, length, id_ in media:
-        if start < 0 or length < 1:
-            raise JaxkvError(f"media {id_!r}: {start=} must be at least 0 and {length=} at least 1")
+        start = as_int(f"media {id_!r}: start", start, high=end - 1)
+        length = as_int(f"media {id_!r}: length", length, 1, end - start)
         for block in range(start // block_size, (start + length - 1) // block_size + 1):
             parts.setdefault(block, []).append((start - block * block_size, length, id_))
     return {block: canonical(sorted(p, key=canonical)) for block, p in parts.items()}
