@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import Device
+from jax.sharding import Sharding
 
 from jaxkv.config import CacheConfig
 from jaxkv.errors import StaleStateError
@@ -72,9 +74,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def init_state(
-    config: CacheConfig, *, device: jax.Device | jax.sharding.Sharding | None = None
-) -> PagedState:
+def init_state(config: CacheConfig, *, device: Device | Sharding | None = None) -> PagedState:
     """An empty cache: zeroed pages (and scales, if they are quantised), tables of null blocks,
     lengths of 0.
 

@@ -124,7 +124,7 @@ class BlockManager:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
         self.sliding_window = sliding_window
-        self.weight_version = _as_version(weight_version)
+        self._weight_version = _as_version(weight_version)
         self.prefix_index = prefix_index
         self.debug = debug
         self._options: dict[str, Any] = dict(
@@ -139,7 +139,7 @@ class BlockManager:
         """Makes all records anew: no sequence, and every block is free."""
         num_blocks, block_size, prefix_index = self.num_blocks, self.block_size, self.prefix_index
         journal, window, hash_function = self.journal, self.sliding_window, self._hash_function
-        self._retention = Retention(make_policy(eviction, num_blocks), journal.now)
+        self._retention = Retention(make_policy(eviction, num_blocks), num_blocks, journal.now)
         index = None
         if prefix_index is not None:
             index = functools.partial(_INDEXES[prefix_index], gaps=window is not None)
@@ -194,6 +194,11 @@ class BlockManager:
     def clock(self) -> Callable[[], float]:
         """The manager's clock, seconds."""
         return self.journal.clock
+
+    @property
+    def weight_version(self) -> int | str:
+        """Version of the model's weights; see `set_weight_version`."""
+        return self._weight_version
 
     # -- listeners ---------------------------------------------------------------------------
 
@@ -441,9 +446,10 @@ class BlockManager:
           namespace: namespace of the prefix, as in `allocate`.
 
         Returns:
-          Number of tokens in the pinned blocks.
+          Number of tokens in the pinned blocks; 0: nothing is cached, and no pin is kept.
         """
         tokens, origin, ends = as_tokens(token_ids), self._origin(namespace, ()), self._end(ttl)
+        self._expire_pins()
         whole = len(tokens) // self.block_size * self.block_size
         match = self._admission.match(tokens[:whole], origin, end=whole)
         keys = self._admission.keys(tokens, origin)
@@ -515,9 +521,18 @@ class BlockManager:
     def set_weight_version(self, version: int | str) -> None:
         """Sets the version of the weights: new sequences neither hit nor share older blocks.
 
-        Blocks of running sequences come from the old weights and stay under the old version.
+        Blocks of running sequences come from the old weights and stay under the old version. Pins
+        and priorities of another version end, since they would keep what no new sequence can hit.
         """
-        self.weight_version = _as_version(version)
+        version = _as_version(version)
+        if version == self._weight_version:
+            return
+        self._weight_version = version
+        self._pins.clear()
+        self._retention.clear()
+        for row in self._table.rows.values():
+            origin = self._table.origin(row)
+            origin.priority, origin.expires = 0, None
 
     @operation
     def reset_prefix_cache(self, *, force: bool = False) -> bool:

@@ -141,18 +141,23 @@ def _check_places(pool: BlockPool, table: SequenceTable) -> None:
 
 def _check_index(pool: BlockPool) -> None:
     """Every indexed block is a child of its parent, which is indexed except behind a window."""
-    tree = pool.tree
-    blocks = np.flatnonzero(pool.indexed).tolist()
+    tree, indexed = pool.tree, pool.indexed
+    blocks = np.flatnonzero(indexed)
     if pool.index is not None and len(pool.index) != len(blocks):
         raise InvariantError(f"the index has {len(pool.index)} entries, for {len(blocks)} blocks")
-    for block in blocks:
-        parent = int(tree.parents[block])
-        if parent == GONE and pool.leaf_first:
-            raise InvariantError(f"block {block} is indexed, its parent is not")
-        if parent >= 0 and (not pool.indexed[parent] or block not in tree.children(parent)):
-            raise InvariantError(
-                f"block {block} is indexed below {parent}, but is not among its children"
-            )
-        for child in tree.children(block):
-            if tree.parents[child] != block:
-                raise InvariantError(f"block {child} is a child of {block}, not of its parent")
+    parents = tree.parents[blocks]
+    if pool.leaf_first and (parents == GONE).any():
+        block = int(blocks[(parents == GONE).argmax()])
+        raise InvariantError(f"block {block} is indexed, its parent is not")
+    linked = np.zeros(pool.num_blocks, bool)
+    for parent, child in tree.edges():
+        if tree.parents.item(child) != parent or not indexed.item(child):
+            raise InvariantError(f"block {child} is a child of {parent}, not of its parent")
+        linked[child] = True
+    below = blocks[parents >= 0]
+    wrong = below[~(linked[below] & indexed[tree.parents[below]])]
+    if len(wrong):
+        block = int(wrong[0])
+        raise InvariantError(
+            f"block {block} is indexed below {tree.parents[block]}, but is not among its children"
+        )

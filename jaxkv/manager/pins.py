@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import heapq
+from typing import Protocol, cast
+
+from sortedcontainers import SortedList  # pyright: ignore[reportMissingTypeStubs]
 
 from jaxkv.errors import JaxkvError
 from jaxkv.manager.pool import BlockPool
 from jaxkv.manager.prefix.keys import BlockKeys
+
+
+class _Ends(Protocol):
+    """The methods used of a SortedList of (end, name), which has no types."""
+
+    def add(self, value: tuple[float, bytes], /) -> None: ...
+    def remove(self, value: tuple[float, bytes], /) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> tuple[float, bytes]: ...
 
 
 class Pins:
@@ -15,7 +26,7 @@ class Pins:
     def __init__(self, pool: BlockPool):
         self._pool = pool
         self._pins: dict[bytes, tuple[list[int], float | None]] = {}
-        self._ends: list[tuple[float, bytes]] = []  # heap
+        self._ends = cast(_Ends, SortedList())
 
     def held(self) -> list[int]:
         """Blocks of all pins, each once per pin."""
@@ -26,13 +37,12 @@ class Pins:
         name = _name(keys)
         self._pool.hold(blocks, "pin")
         if name in self._pins:
-            self._pool.unhold(self._pins[name][0], "pin")
+            self._end(name)
+        if not blocks:
+            return
         self._pins[name] = list(blocks), expires
         if expires is not None:
-            heapq.heappush(self._ends, (expires, name))
-        if len(self._ends) > 2 * len(self._pins) + 64:  # most are of renewed or dropped pins
-            self._ends = [(e, n) for n, (_, e) in self._pins.items() if e is not None]
-            heapq.heapify(self._ends)
+            self._ends.add((expires, name))
 
     def drop(self, keys: BlockKeys) -> None:
         """Ends a pin.
@@ -45,27 +55,27 @@ class Pins:
             raise JaxkvError(
                 f"these {keys.tokens.size} tokens are not pinned; {len(self._pins)} prefixes are"
             )
-        blocks, _ = self._pins.pop(name)
-        self._pool.unhold(blocks[::-1], "pin")
+        self._end(name)
 
     def due(self, now: float) -> bool:
-        """Whether a pin may have expired."""
+        """Whether a pin has expired."""
         return bool(self._ends) and self._ends[0][0] <= now
 
     def expire(self, now: float) -> None:
         """Ends expired pins."""
-        while self._ends and self._ends[0][0] <= now:
-            end, name = heapq.heappop(self._ends)
-            if name in self._pins and self._pins[name][1] == end:
-                blocks, _ = self._pins.pop(name)
-                self._pool.unhold(blocks[::-1], "pin")
+        while self.due(now):
+            self._end(self._ends[0][1])
 
     def clear(self) -> None:
         """Ends all pins."""
-        for blocks, _ in self._pins.values():
-            self._pool.unhold(blocks[::-1], "pin")
-        self._pins.clear()
-        self._ends.clear()
+        for name in list(self._pins):
+            self._end(name)
+
+    def _end(self, name: bytes) -> None:
+        blocks, expires = self._pins.pop(name)
+        if expires is not None:
+            self._ends.remove((expires, name))
+        self._pool.unhold(blocks[::-1], "pin")
 
 
 def _name(keys: BlockKeys) -> bytes:

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxkv.errors import JaxkvError
 from jaxkv.manager import events
-from jaxkv.manager.eviction.policies import NONE
 from jaxkv.manager.eviction.retention import Retention
+from jaxkv.manager.eviction.run_queue import NONE
 from jaxkv.manager.journal import Journal
 from jaxkv.manager.prefix.base import PrefixIndex
 from jaxkv.manager.prefix.keys import BlockKeys

@@ -111,7 +111,7 @@ class Writes:
         pool, blocks = self._pool, self._table.blocks[rows, columns]
         others = (pool.ref_counts[blocks] > 1) | pool.indexed[blocks]
         if pool.kept:
-            others |= np.isin(blocks, list(pool.kept))
+            others |= np.array([block in pool.kept for block in blocks.tolist()], bool)
         return list(zip(rows[others].tolist(), columns[others].tolist(), strict=True))
 
     def _copies_for(self, cells: list[tuple[int, int]]) -> int:

@@ -1,15 +1,11 @@
 """Eviction policies: one interface, and five implementations.
 
 A policy is notified when blocks become visible to lookups, are hit, fall idle (no sequence
-references them) or become busy again, and chooses victims among the idle blocks. A sequence that
-ends leaves a run of idle blocks, deepest first. A run is queued as one entry, and its blocks are
-crossed out by number, so that ending a sequence needs no loop and removing a block from the middle
-costs nothing.
+references them) or become busy again, and chooses victims among the idle blocks.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
@@ -17,8 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxkv.errors import ConfigError
-
-NONE = -1
+from jaxkv.manager.eviction.run_queue import NONE, RunQueue
 
 
 class EvictionPolicy(Protocol):
@@ -49,19 +44,11 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class Scored:
+class Scored(RunQueue):
     """Evicts the idle block with the lowest score: the base of LRU, FIFO and decayed counts.
 
     A subclass updates `score`; a block's score must not fall while it is idle.
     """
-
-    def __init__(self, num_blocks: int):
-        self.score = np.zeros(num_blocks, np.float64)
-        # Number of the run in which a block is idle.
-        self._run_of = np.full(num_blocks, NONE, np.int64)
-        self._runs: list[tuple[float, int, np.ndarray, int]] = []  # heap: score, number, blocks, at
-        self._next_number = 0
-        self._queued = 0  # blocks in runs, crossed-out ones included
 
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
         raise NotImplementedError
@@ -70,48 +57,16 @@ class Scored:
         raise NotImplementedError
 
     def idle(self, blocks: np.ndarray) -> None:
-        number = self._next_number
-        self._next_number += 1
-        self._run_of[blocks] = number
-        heapq.heappush(self._runs, (self.score.item(blocks.item(0)), number, blocks, 0))
-        self._queued += len(blocks)
-        if self._queued > 4 * len(self.score):
-            self._compact()
+        self.push(blocks)
 
     def busy(self, blocks: np.ndarray) -> None:
-        self._run_of[blocks] = NONE
+        self.discard(blocks)
 
     def victim(self) -> int:
-        while self._runs:
-            key, number, blocks, at = self._runs[0]
-            while at < len(blocks) and self._run_of[blocks[at]] != number:
-                at += 1
-            if at == len(blocks):
-                heapq.heappop(self._runs)
-                self._queued -= len(blocks)
-                continue
-            block = int(blocks[at])
-            score = self.score[block]
-            if score > key:  # the run's next block has a higher score than its last
-                heapq.heapreplace(self._runs, (score, number, blocks, at))
-                continue
-            heapq.heapreplace(self._runs, (key, number, blocks, at + 1))
-            self._run_of[block] = NONE
-            return block
-        return NONE
+        return self.pop()
 
     def removed(self, block: int, block_hash: bytes) -> None:
         pass
-
-    def _compact(self) -> None:
-        """Drops crossed-out blocks; the cost is amortised over the blocks crossed out."""
-        runs: list[tuple[float, int, np.ndarray, int]] = []
-        for key, number, blocks, at in self._runs:
-            rest = blocks[at:]
-            if len(rest := rest[self._run_of[rest] == number]):
-                runs.append((key, number, rest, 0))
-        heapq.heapify(runs)
-        self._runs, self._queued = runs, sum(len(r[2]) for r in runs)
 
 
 class Lru(Scored):
@@ -203,8 +158,7 @@ class Slru:
 
     def __init__(self, num_blocks: int, protected: float = 0.8):
         self._hits = np.zeros(num_blocks, np.int64)
-        self._probation: OrderedDict[int, None] = OrderedDict()
-        self._protected: OrderedDict[int, None] = OrderedDict()
+        self._probation, self._protected = RunQueue(num_blocks), RunQueue(num_blocks)
         self._capacity = max(1, int(protected * num_blocks))
 
     def stored(self, blocks: np.ndarray, hashes: list[bytes], now: float) -> None:
@@ -214,23 +168,20 @@ class Slru:
         self._hits[blocks] += 1
 
     def idle(self, blocks: np.ndarray) -> None:
-        for block in blocks.tolist():
-            (self._protected if self._hits[block] else self._probation)[block] = None
+        was_hit = self._hits[blocks] > 0
+        self._protected.push(blocks[was_hit])
+        self._probation.push(blocks[~was_hit])
         while len(self._protected) > self._capacity:
-            block, _ = self._protected.popitem(last=False)
-            self._hits[block] = 0
-            self._probation[block] = None
+            demoted = np.array([self._protected.pop()])
+            self._hits[demoted] = 0
+            self._probation.push(demoted)
 
     def busy(self, blocks: np.ndarray) -> None:
-        for block in blocks.tolist():
-            self._probation.pop(block, None)
-            self._protected.pop(block, None)
+        self._probation.discard(blocks)
+        self._protected.discard(blocks)
 
     def victim(self) -> int:
-        for segment in (self._probation, self._protected):
-            if segment:
-                return segment.popitem(last=False)[0]
-        return NONE
+        return (self._probation or self._protected).pop()
 
     def removed(self, block: int, block_hash: bytes) -> None:
         pass
@@ -240,14 +191,14 @@ class S3Fifo:
     """Three FIFO queues: small for new blocks, main for reused ones, and ghosts of small.
 
     Source: Yang et al., SOSP'23. Unlike there, a block that is hit leaves its queue while it is
-    referenced and returns to the end, since the queues hold idle blocks only.
+    referenced and returns to the end, since the queues hold idle blocks only, and a search for a
+    victim passes over 256 reused blocks at most.
     """
 
     def __init__(self, num_blocks: int, small: float = 0.1):
         self._uses = np.zeros(num_blocks, np.int64)
         self._in_main = np.zeros(num_blocks, bool)
-        self._small: OrderedDict[int, None] = OrderedDict()
-        self._main: OrderedDict[int, None] = OrderedDict()
+        self._small, self._main = RunQueue(num_blocks), RunQueue(num_blocks)
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._num_blocks = num_blocks
         self._small_capacity = max(1, int(small * num_blocks))
@@ -260,30 +211,24 @@ class S3Fifo:
         self._uses[blocks] = np.minimum(self._uses[blocks] + 1, 3)
 
     def idle(self, blocks: np.ndarray) -> None:
-        for block in blocks.tolist():
-            (self._main if self._in_main[block] else self._small)[block] = None
+        in_main = self._in_main[blocks]
+        self._main.push(blocks[in_main])
+        self._small.push(blocks[~in_main])
 
     def busy(self, blocks: np.ndarray) -> None:
-        for block in blocks.tolist():
-            self._small.pop(block, None)
-            self._main.pop(block, None)
+        self._small.discard(blocks)
+        self._main.discard(blocks)
 
     def victim(self) -> int:
-        while self._small or self._main:
-            if self._small and (len(self._small) > self._small_capacity or not self._main):
-                block, _ = self._small.popitem(last=False)
-                if self._uses[block] == 0:
-                    return block
-                self._in_main[block] = True
-                self._uses[block] = 0
-                self._main[block] = None
-            else:
-                block, _ = self._main.popitem(last=False)
-                if self._uses[block] == 0:
-                    return block
-                self._uses[block] -= 1
-                self._main[block] = None
-        return NONE
+        for _ in range(256):
+            small = self._small and (len(self._small) > self._small_capacity or not self._main)
+            block = (self._small if small else self._main).pop()
+            if block == NONE or self._uses[block] == 0:
+                return block
+            self._uses[block] = 0 if small else self._uses[block] - 1
+            self._in_main[block] = True
+            self._main.push(np.array([block]))
+        return self._main.pop()
 
     def removed(self, block: int, block_hash: bytes) -> None:
         if not self._in_main[block]:

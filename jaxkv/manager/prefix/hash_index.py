@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxkv.manager.prefix.hash_table import HashTable
 from jaxkv.manager.prefix.keys import BlockKeys
 from jaxkv.manager.prefix.tree import GONE, ROOT
 
@@ -26,14 +27,14 @@ class HashIndex:
 
     def __init__(self, tokens: np.ndarray, parents: np.ndarray, *, gaps: bool):
         self._tokens, self._parents, self._gaps = tokens, parents, gaps
-        self._blocks: dict[bytes, int] = {}
+        self._blocks = HashTable()
         self._roots: dict[int, bytes] = {}  # roots of blocks whose parent is ROOT
         self._media: dict[int, bytes] = {}  # key parts of blocks with media
 
     adds_leaves = True
 
     def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
-        found: list[int | None] = list(map(self._blocks.get, keys.hashes()))
+        found = self._blocks.find(keys.hashes())
         if None in found:
             if not self._gaps:
                 del found[found.index(None) :]
@@ -66,7 +67,7 @@ class HashIndex:
     def add(self, keys: BlockKeys, start: int, parent: int, blocks: list[int]) -> int:
         hashes = keys.hashes()[start : start + len(blocks)]
         count = len(blocks)
-        if not self._blocks.keys().isdisjoint(hashes) or len(set(hashes)) < count:
+        if self._blocks.find(hashes).count(None) < count or len(set(hashes)) < count:
             seen: set[bytes] = set()  # a collision, within the chain or with the index
             for count, key in enumerate(hashes):  # noqa: B007 (the count where it stops)
                 if key in self._blocks or key in seen:
@@ -75,7 +76,7 @@ class HashIndex:
             hashes, blocks = hashes[:count], blocks[:count]
             if not blocks:
                 return 0
-        self._blocks.update(zip(hashes, blocks, strict=True))
+        self._blocks.update(hashes, blocks)
         if parent == ROOT:
             self._roots[blocks[0]] = keys.root
         for i, block in enumerate(blocks) if keys.media else ():
@@ -87,10 +88,10 @@ class HashIndex:
         return key in self._blocks
 
     def add_leaves(self, hashes: list[bytes], blocks: list[int]) -> None:
-        self._blocks.update(zip(hashes, blocks, strict=True))
+        self._blocks.update(hashes, blocks)
 
     def remove(self, block: int, block_hash: bytes) -> None:
-        del self._blocks[block_hash]
+        self._blocks.remove(block_hash)
         self._roots.pop(block, None)
         self._media.pop(block, None)
 

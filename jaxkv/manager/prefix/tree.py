@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 ROOT = -1  # the parent of a sequence's first block
@@ -52,6 +54,7 @@ class BlockTree:
         if after:
             self._previous[after] = before
         if children:
+            self._first_child[block] = 0
             self.parents[children] = GONE
             self._next[children] = self._previous[children] = 0
         return children
@@ -72,6 +75,16 @@ class BlockTree:
             found.append(child)
             child = self._next.item(child)
         return found
+
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """(parent, child) of all links, each list followed once; no more than there are blocks."""
+        following = self._next.tolist()
+        left = len(following)
+        for parent in np.flatnonzero(self._first_child).tolist():
+            child = self._first_child.item(parent)
+            while child and left:
+                yield parent, child
+                child, left = following[child], left - 1
 
     def subtree(self, block: int) -> list[int]:
         """The block and its descendants, children before parents."""

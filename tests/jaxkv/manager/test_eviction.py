@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sortedcontainers import SortedList
 
 from jaxkv.errors import ConfigError
 from jaxkv.manager.eviction.policies import (
@@ -20,6 +21,7 @@ from jaxkv.manager.eviction.policies import (
     make_policy,
 )
 from jaxkv.manager.eviction.retention import Retention
+from jaxkv.manager.eviction.run_queue import RunQueue
 
 every = pytest.mark.parametrize("name", POLICIES)
 
@@ -50,7 +52,9 @@ def drain(policy):
 
 def entries(policy):
     """Number of entries in the policy's containers, without arrays of one entry per block."""
-    return sum(len(x) for x in vars(policy).values() if isinstance(x, list | dict))
+    held = list(vars(policy).values())
+    held += [x for queue in held if isinstance(queue, RunQueue) for x in vars(queue).values()]
+    return sum(len(x) for x in held if isinstance(x, list | dict | SortedList))
 
 
 def test_policies_are_chosen_by_name():
@@ -232,8 +236,8 @@ def test_crossed_out_blocks_are_dropped():
     for _ in range(1000):
         policy.idle(blocks(3, 2))
         policy.busy(blocks(2, 3))
-        assert policy._queued <= 4 * 4
-        assert len(policy._runs) <= 4 * 4
+        assert len(policy) == len(policy._order) == 1
+        assert len(policy._runs) <= 3
     policy.idle(blocks(2, 3))
     assert drain(policy) == [1, 2, 3]
 
@@ -368,7 +372,7 @@ def test_slru_demotes_the_least_recent_when_too_many_are_protected():
         policy.idle(blocks(block))
     for block in (1, 2, 3):
         use(policy, [block], 1.0)
-    assert list(policy._protected) == [2, 3]
+    assert len(policy._protected) == 2
     assert drain(policy) == [4, 1, 2, 3]
 
 
@@ -422,7 +426,7 @@ def test_s3fifo_keeps_a_main_block_one_round_per_use():
     use(policy, [1], 1.0)
     policy.busy(blocks(2))
     policy.idle(blocks(2))
-    assert list(policy._main) == [1, 2]
+    assert len(policy._main) == 2
     assert drain(policy) == [2, 1]
 
 
@@ -448,7 +452,7 @@ class Clock:
 
 def retention(num_blocks=16, policy="lru"):
     clock = Clock()
-    return Retention(make_policy(policy, num_blocks), clock), clock
+    return Retention(make_policy(policy, num_blocks), num_blocks, clock), clock
 
 
 def keep(r, ids, priority, expires=None, *, new=True):
@@ -578,5 +582,116 @@ def test_end_times_of_removed_contents_do_not_accumulate():
         r.idle(blocks(1))
         assert r.victim() == 1
         r.removed(1, b"1")
-    assert len(r._ends) <= 100
-    assert not r._kept
+    assert not r.keeps
+    assert [len(queue) for queue in r._levels_and_ends()] == [0, 0]
+
+
+def test_priorities_of_very_many_requests_end_over_several_calls():
+    """One victim gives back the runs of 64 requests, a clock that stands still one more each."""
+    r, clock = retention(num_blocks=1000)
+    store(r, range(1, 1000))
+    for block in range(1, 1000):
+        keep(r, [block], 1, expires=10.0)
+        r.idle(blocks(block))
+    levels, ends = r._levels_and_ends()
+    clock.now = 10.0
+    assert r.victim() == 1
+    assert (len(levels), len(ends)) == (999 - 64, 999 - 64)
+    assert [r.victim() for _ in range(5)] == [2, 3, 4, 5, 6]
+    assert len(levels) == 999 - 69
+    clock.now = 11.0
+    assert drain(r) == list(range(7, 1000))
+    assert not r.keeps
+    assert (len(levels), len(ends)) == (0, 0)
+
+
+# -- the queue behind them ---------------------------------------------------------------------
+
+
+class QueueModel:
+    """A sorted list of (score of the run's next block, number of the run, index in it)."""
+
+    def __init__(self):
+        self.runs, self.number = {}, 0
+
+    def push(self, ids):
+        self.discard(ids)
+        self.number += 1
+        self.runs[self.number] = list(ids)
+
+    def discard(self, ids):
+        self.runs = {
+            n: left for n, run in self.runs.items() if (left := [b for b in run if b not in ids])
+        }
+
+    def pop(self, score):
+        if not self.runs:
+            return NONE
+        number = min(self.runs, key=lambda n: (score[self.runs[n][0]], n))
+        block = self.runs[number].pop(0)
+        self.discard([])
+        return block
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_queue_of_runs_is_a_sorted_list_of_blocks(data):
+    """Runs have rising scores, as policies give them."""
+    queue, model = RunQueue(12), QueueModel()
+    for _ in range(data.draw(st.integers(1, 40))):
+        kind = data.draw(st.sampled_from(["push", "push", "discard", "pop"]))
+        ids = data.draw(st.lists(st.integers(1, 11), unique=True, min_size=1))
+        if kind == "push":
+            queue.discard(blocks(*ids))
+            model.discard(ids)
+            scores = data.draw(st.lists(st.integers(-3, 3), min_size=len(ids), max_size=len(ids)))
+            queue.score[ids] = sorted(scores)
+            queue.push(blocks(*ids))
+            model.push(ids)
+        elif kind == "discard":
+            queued = {b for run in model.runs.values() for b in run}
+            assert queue.discard(blocks(*ids)).tolist() == [b in queued for b in ids]
+            model.discard(ids)
+        else:
+            assert queue.pop() == model.pop(queue.score)
+        assert len(queue) == sum(map(len, model.runs.values()))
+        assert len(queue._order) == len(model.runs)
+        # No more than twice the blocks that are queued.
+        assert sum(len(run) - at for run, at in zip(queue._runs, queue._at, strict=True)) <= max(
+            2 * len(queue), 1
+        )
+    rest = []
+    while (block := queue.pop()) != NONE:
+        rest.append(block)
+        assert block == model.pop(queue.score)
+    assert not model.runs
+    assert not queue._order
+    assert sum(map(len, queue._runs)) == 0
+
+
+def test_no_call_pays_for_what_others_crossed_out():
+    """A call replaces its own run; the other 9,999 are not rebuilt, and nothing piles up."""
+    queue = RunQueue(100_001)
+    for start in range(1, 100_000, 10):
+        queue.push(np.arange(start, start + 10))
+    held = lambda: sum(map(len, queue._runs))  # noqa: E731
+    before, most = held(), 0
+    for i in range(20_000):
+        first = 1 + 10 * (i * 7919 % 10_000)
+        untouched = {id(run) for run in queue._runs} if i % 5000 == 0 else None
+        queue.discard(np.arange(first, first + 10))
+        queue.push(np.arange(first, first + 10)[::-1])
+        if untouched is not None:
+            most = max(most, sum(id(run) not in untouched for run in queue._runs))
+    assert most <= 2  # the run itself, and the one in its place
+    assert held() == before
+    assert len(queue) == 100_000
+
+
+def test_a_long_run_is_entered_in_parts_and_keeps_its_order():
+    queue = RunQueue(10_001)
+    queue.push(np.arange(1, 10_001))
+    assert max(map(len, queue._runs)) == 4096
+    queue.discard(np.arange(2, 10_001, 2))
+    assert [queue.pop() for _ in range(5000)] == list(range(1, 10_001, 2))
+    assert queue.pop() == NONE

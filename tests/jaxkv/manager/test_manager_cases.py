@@ -365,9 +365,10 @@ def test_bookkeeping_does_not_grow_with_the_number_of_prompts(index, eviction):
         assert sum(b.hash is not None for b in m.blocks()) <= 2
     m.check()
     policy = m._retention.policy
-    sizes = [len(m._pool.partial._entries), len(m._pool.partial._children), len(m._retention._kept)]  # pyright: ignore[reportOptionalMemberAccess]
+    sizes = [len(m._pool.partial._entries), len(m._pool.partial._children)]  # pyright: ignore[reportOptionalMemberAccess]
     sizes += [len(x) for x in vars(policy).values() if hasattr(x, "__len__")]
     sizes += [len(x) for x in vars(m._pool.index).values() if hasattr(x, "__len__")]
+    assert not m._retention.keeps
     assert max(sizes) <= 4 * 3 + 1  # ghosts are the most: four pools
 
 
@@ -598,7 +599,8 @@ def test_lookups_and_publication_stay_within_the_namespace(index, partial):
             assert o.m.lookup(run(1, 8), namespace=other) == 0
             assert o.m.can_allocate(run(1, 9), namespace=other).num_cached_tokens == 0
             assert o.m.pin(run(1, 8), namespace=other) == 0
-            o.m.unpin(run(1, 8), namespace=other)
+            with pytest.raises(JaxkvError, match="not pinned"):
+                o.m.unpin(run(1, 8), namespace=other)
 
     s = put(o, run(1, 6), "A")
     other_namespaces_are_empty()

@@ -806,16 +806,50 @@ def test_a_block_whose_pin_expired_is_written_in_place(index):
 
 
 @both
-def test_pins_can_be_ended_under_other_weights(index):
+def test_new_weights_end_the_pins_of_the_old(index):
+    """No prompt can hit what they hold; under an older rule they piled up until nothing fitted."""
     o = make(2, index)
-    cache(o, run(1, 8))
-    o.m.pin(run(1, 8))
-    o.m.weight_version = 1
-    assert o.m.pin(run(1, 8)) == 0  # not cached for these weights
-    o.m.unpin(run(1, 8))
-    o.m.weight_version = 0
-    o.m.unpin(run(1, 8))
+    for version in range(1, 5):
+        cache(o, run(1, 8))
+        assert o.m.pin(run(1, 8)) == 8
+        o.m.set_weight_version(version - 1)  # as before: nothing ends
+        assert o.m.stats().pinned == 2
+        o.m.set_weight_version(version)
+        assert o.m.stats().pinned == 0
+        assert o.m.pin(run(1, 8)) == 0  # not cached for these weights
+        o.verify()
+    with pytest.raises(JaxkvError, match="0 prefixes are"):
+        o.m.unpin(run(1, 8))
     assert fill(o) == 2
+
+
+@both
+def test_new_weights_end_the_priorities_of_the_old(index):
+    """Also those of sequences that still run: what they publish is found by nobody."""
+    o = make(6, index)
+    cache(o, run(1, 8), priority=9)
+    running = put(o, run(11, 16), priority=9, ttl=100.0)
+    o.m.set_weight_version(1)
+    grow(o, running, 17, 18)
+    o.free(running)
+    assert not o.m._retention.keeps
+    cache(o, run(1, 4), priority=1)  # for the new weights
+    o.allocate([*range(100, 120)])  # five blocks: all but the prioritised one
+    assert o.m.lookup(run(1, 4)) == 4
+    o.finish()
+
+
+@both
+def test_a_pin_that_finds_nothing_is_not_kept(index):
+    o = make(3, index)
+    for i in range(100):
+        assert o.m.pin([i] * 8, ttl=1e9 if i % 2 else None) == 0
+    assert len(o.m._pins._pins) == len(o.m._pins._ends) == 0
+    cache(o, run(1, 8))
+    o.m.pin(run(1, 8), ttl=5.0)
+    o.time = 6.0
+    o.m.pin([5] * 4)  # any call ends what has expired
+    assert (len(o.m._pins._pins), len(o.m._pins._ends), o.m.stats().pinned) == (0, 0, 0)
 
 
 # -- priorities ------------------------------------------------------------------------------
@@ -952,8 +986,9 @@ def test_expiry_entries_of_priorities_and_pins_do_not_accumulate(index):
         o.m.pin([i] * 8, ttl=1e9)
         o.m.pin([i] * 8, ttl=1e9)
         o.m.unpin([i] * 8)
-    held = [o.m._retention._ends, o.m._retention._kept, o.m._pins._ends, o.m._pins._pins]
-    assert max(len(x) for x in held) <= 100
+    _, ends = o.m._retention._levels_and_ends()
+    assert len(ends) == 2  # of the two cached blocks of the last request
+    assert len(o.m._pins._ends) == len(o.m._pins._pins) == 0
 
 
 # -- policies --------------------------------------------------------------------------------
