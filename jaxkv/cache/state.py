@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import Device
-from jax.sharding import Sharding
 
 from jaxkv.config import CacheConfig
 from jaxkv.errors import StaleStateError
@@ -74,7 +73,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def init_state(config: CacheConfig, *, device: Device | Sharding | None = None) -> PagedState:
+def init_state(config: CacheConfig, *, device: Any = None) -> PagedState:
     """An empty cache: zeroed pages (and scales, if they are quantised), tables of null blocks,
     lengths of 0.
 

@@ -346,6 +346,8 @@ class StepLoop:
             self.searching.remove(request)
         if self.requests.pop(request.id, None) is not None:
             self.device.release_processor(request.processor)
+            if not self.device.processors.in_use(request.processor):
+                self.scheduler.isolated.discard(request.processor)
 
     def end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
         """Ends a request, with all its samples."""
@@ -395,26 +397,22 @@ class StepLoop:
         """Ends the requests to which a failed step is due; the others are computed again.
 
         A row that cannot be filled, or a logits processor that raises, ends its own requests. Where
-        a step with several processors fails on the device, any of them may be the cause: from then
-        on each runs in steps of its own.
+        a step fails on the device, a processor in it may be the cause: from then on each of them
+        runs in steps of its own, and the next failure tells.
 
         Raises:
           Exception: the model's own error, after the requests of its step were ended with it.
         """
         requests = list(dict.fromkeys(s.request for s in work.sequences))
-        guilty, processors = requests, {r.processor for r in requests} - {-1}
+        guilty, slots = requests, {r.processor for r in requests}
         if isinstance(error, RowError):
             guilty = [error.sequence.request]
         elif isinstance(error, ProcessorError):
             slot = self.device.processors.slot_of(error.processor)
             guilty = [r for r in self.requests.values() if r.processor == slot]
-        elif isinstance(error, ModelRaised):
-            pass
-        elif len(processors) > 1:
+        elif len(slots) > 1 and not isinstance(error, ModelRaised):
             guilty = []
-            self.scheduler.isolated |= processors
-        elif processors:
-            guilty = [r for r in requests if r.processor in processors]
+            self.scheduler.isolated |= slots - {-1}
         for request in guilty:
             self.end(request, "error", _cause(error))
         self.whole.restore()

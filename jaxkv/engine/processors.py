@@ -112,6 +112,10 @@ class Processors:
         self._slots, self._given, self._first, self._users = [], [], [], []
         return True
 
+    def in_use(self, slot: int) -> bool:
+        """Whether a request uses a slot."""
+        return 0 <= slot < len(self._users) and self._users[slot] > 0
+
     def recount(self, requests: Iterable[Request]) -> None:
         """Counts the users of each slot again."""
         users = [0] * len(self._slots)

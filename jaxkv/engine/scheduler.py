@@ -38,8 +38,8 @@ class Scheduler:
       running: sequences with blocks, in order; the last is preempted first.
       rows: progress of the running sequences, by row.
       unfilled: sequences that got a row which the device has not filled yet.
-      isolated: slots of logits processors that never share a step, since a step with several of
-        them failed and one of them may be the cause.
+      isolated: slots of logits processors that share no step with anything else, since a step that
+        they shared has failed, and one of them may be the cause.
       num_preemptions: preemptions up to now.
     """
 
@@ -47,7 +47,7 @@ class Scheduler:
         self.manager, self.config = manager, config
         self.num_preemptions = 0
         self.isolated: set[int] = set()
-        self._turn = -1  # the isolated slot whose sequences this step may hold
+        self._turn = -1  # the isolated slot of this step, -1 for all sequences without one
         self._keys = itertools.count()
         self.clear()
 
@@ -135,7 +135,13 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next step; None if there is no work until tokens in flight arrive."""
         self._make_way()
-        self._take_turns()
+        for turn in self._turns():
+            self._turn = turn
+            if (work := self._schedule_turn()) is not None:
+                return work
+        return None
+
+    def _schedule_turn(self) -> Work | None:
         progress, rows = self.rows, self._running_rows()
         if self._steps_since_sync >= self.manager.block_size:
             self._sync(rows)
@@ -199,22 +205,22 @@ class Scheduler:
         if keys:
             self.manager.commit_batch(keys, counts)
 
-    def _take_turns(self) -> None:
-        """Chooses the isolated logits processor of this step, the next one with sequences."""
-        if self.isolated:
-            live = {s.request.processor for s in (*self.running, *self.waiting)}
-            live &= self.isolated
-            self._turn = min((p for p in live if p > self._turn), default=min(live, default=-1))
+    def _turns(self) -> list[int]:
+        """Isolated slots with sequences, and -1, in the order in which they may have this step."""
+        if not self.isolated:
+            return [-1]
+        live = sorted({self._group(s) for s in (*self.running, *self.waiting)})
+        return [*(g for g in live if g > self._turn), *(g for g in live if g <= self._turn)]
 
-    def _has_turn(self, sequence: Sequence) -> bool:
-        """Whether a sequence may be in this step."""
+    def _group(self, sequence: Sequence) -> int:
         slot = sequence.request.processor
-        return slot not in self.isolated or slot == self._turn
+        return slot if slot in self.isolated else -1
 
     def _may_run(self, rows: np.ndarray) -> np.ndarray:
-        """bool[n]; whether the sequences in these rows may be in this step; see `_has_turn`."""
+        """bool[n]; whether the sequences in these rows may be in this step."""
         slots = self.rows.processor[rows]
-        return ~np.isin(slots, list(self.isolated)) | (slots == self._turn)
+        isolated = np.isin(slots, list(self.isolated))
+        return ~isolated if self._turn < 0 else slots == self._turn
 
     def _running_rows(self) -> np.ndarray:
         """Rows of the running sequences, in order."""
@@ -363,7 +369,7 @@ class Scheduler:
             request = sequence.request
             if sequence.num_in_flight:  # preempted while tokens were in flight: wait for them
                 break
-            if not self._has_turn(sequence) or self._prefixes.must_wait(sequence):
+            if self._group(sequence) != self._turn or self._prefixes.must_wait(sequence):
                 deferred += 1
                 continue
             try:
@@ -400,11 +406,11 @@ class Scheduler:
         Returns:
           The request that does not fit; None: there is work now.
         """
-        first = next((s for s in self.waiting if self._has_turn(s)), self.waiting[0])
-        request, others = first.request, [s for s in self.running if s.request is not first.request]
+        first = self.waiting[0]
+        others = [s for s in self.running if s.request is not first.request]
         if not others:
-            return request
-        self._turn = request.processor - 1  # it is its turn again
+            return first.request
+        self._turn = self._group(first) - 1  # its turn comes first
         self.preempt(others[-1], "an earlier request waits, and nothing can run")
         return None
 

@@ -303,17 +303,27 @@ def _penalised(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:
 
 
 def _processed(logits, read: _Rows, lengths, i: int, processor: LogitsProcessor, old, keep):
-    """Applies a logits processor to the rows that use it; returns logits and states."""
+    """Applies a logits processor to the rows that use it; returns logits and states.
+
+    It sees no row of another request: where rows are others' it gets one of its own again, and
+    without a row of its own it does not run.
+    """
     mine = read("processor", -1) == i
-    states = jax.tree.map(lambda x: x[read.at], old)
-    try:
-        changed, states = jax.vmap(processor.apply)(logits, states, read.token_ids, lengths)
-        changed = jnp.broadcast_to(changed, logits.shape).astype(logits.dtype)
-    except Exception as error:
-        raise ProcessorError.raised(processor, error) from error
-    rows = jnp.where(mine & keep, read.at, len(read.state.history.token_ids))
-    new = jax.tree.map(lambda x, s: x.at[rows].set(s, mode="drop"), old, states)
-    return jnp.where(mine[:, None], changed, logits), new
+    source = jnp.where(mine, jnp.arange(len(mine)), jnp.argmax(mine))
+
+    def run():
+        states = jax.tree.map(lambda x: x[read.at[source]], old)
+        own = logits[source], states, read.token_ids[source], lengths[source]
+        try:
+            changed, states = jax.vmap(processor.apply)(*own)
+            changed = jnp.broadcast_to(changed, logits.shape).astype(logits.dtype)
+        except Exception as error:
+            raise ProcessorError.raised(processor, error) from error
+        rows = jnp.where(mine & keep, read.at, len(read.state.history.token_ids))
+        new = jax.tree.map(lambda x, s: x.at[rows].set(s, mode="drop"), old, states)
+        return jnp.where(mine[:, None], changed, logits), new
+
+    return lax.cond(mine.any(), run, lambda: (logits, old))
 
 
 def _drawn(logits: jax.Array, read: _Rows, lengths: jax.Array) -> jax.Array:

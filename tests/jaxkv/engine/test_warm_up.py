@@ -152,7 +152,7 @@ def test_a_lost_cache_is_made_again_in_the_same_form(tiny):
     engine.submit([1, 2], SamplingParams(max_tokens=9))
     engine.step()
     with compilations() as compiled:
-        engine._device.lose()
+        engine._loop.whole.restore()
         run(engine)
         drive(engine)
     assert not compiled

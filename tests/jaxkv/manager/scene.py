@@ -63,6 +63,7 @@ CHANGES: dict[str, Callable[[BlockManager], Any]] = {
     "evict": lambda m: m.evict([block_of(m, run(41, 44))]),
     "set_weight_version": lambda m: m.set_weight_version("next"),
     "reset_prefix_cache": lambda m: m.reset_prefix_cache(force=True),
+    "reset": lambda m: m.reset(),
     "note": lambda m: m.note("preempt", "a", {"reason": "test"}),
     "take_plan": lambda m: len(m.take_plan().copies),
 }
