@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast, overload
 
 import numpy as np
@@ -103,3 +105,31 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple | range):
         return [to_plain(x) for x in value]
     return value
+
+
+def to_json(
+    value: Any, *, default: Callable[[Any], Any] | None = None, indent: int | None = None
+) -> str:
+    """JSON text of `to_plain(value)`; NaN and infinities, which JSON does not have, become null.
+
+    Args:
+      default: makes JSON values of objects that have none.
+      indent: spaces of each level; None for one line.
+
+    Example:
+      >>> to_json({"median": float("nan"), "ids": np.array([1, 2])})
+      '{"median": null, "ids": [1, 2]}'
+    """
+    plain = to_plain(value)
+    try:
+        return json.dumps(plain, default=default, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(plain), default=default, indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    return [_finite(x) for x in value] if isinstance(value, list) else value

@@ -145,11 +145,10 @@ def train(
             rng = np.random.default_rng([config.seed, done])
             starts = rng.integers(0, len(seen) - config.length, config.batch)
             arrays, value = _step(graph, config, arrays, _windows(seen, starts, config.length))
-            history["losses"].append(value := float(value))
-            if not math.isfinite(value):
-                raise JaxkvError(f"loss={value} at step {done}; lower lr={config.lr}")
+            history["losses"].append(value := _finite(value, done, config))
             if done % max(1, config.steps // 20) == 0 or done == config.steps:
-                history["held_out"].append((done, float(loss_fn(graph, arrays["params"], unseen))))
+                held_out = loss_fn(graph, arrays["params"], unseen)
+                history["held_out"].append((done, _finite(held_out, done, config)))
             if done % config.checkpoint_every == 0 or done == config.steps:
                 log, tree = ocp.args.JsonSave(history), ocp.args.StandardSave(arrays)
                 manager.save(done, args=ocp.args.Composite(history=log, arrays=tree))
@@ -171,6 +170,13 @@ def _step(graph, config: TrainConfig, arrays, tokens):
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         updates, state = _optimizer(config).update(grads, state, params)
     return {"params": optax.apply_updates(params, updates), "optimizer": state}, loss
+
+
+def _finite(loss: jax.Array, step: int, config: TrainConfig) -> float:
+    value = float(loss)
+    if not math.isfinite(value):
+        raise JaxkvError(f"loss={value} at step {step}; lower lr={config.lr}")
+    return value
 
 
 def _read_text(config: TrainConfig) -> np.ndarray:

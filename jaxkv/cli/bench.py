@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from typing import TYPE_CHECKING
 
+from jaxkv._util import to_json
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
 from jaxkv.config import CacheConfig
 from jaxkv.engine.config import SchedulerConfig
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         rows = [dataclasses.asdict(r) | {"tokens_per_s": r.tokens_per_s} for r in results]
         cells = dataclasses.asdict(cache)
-        print(json.dumps({"workload": work.name, "model": str(path), "cache": cells,
+        print(to_json({"workload": work.name, "model": str(path), "cache": cells,
                           "compile_s": compiling, "results": rows}))  # fmt: skip
         return 0
     Console().print(_table(work, results, compiling))

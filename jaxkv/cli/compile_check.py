@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from jaxkv._util import to_json
 from jaxkv.compile_check.targets import NAMES, Target
 from jaxkv.errors import ConfigError
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             rows[row.target, row.program] = row
     ordered = [rows[job] for job in jobs]
     if args.json is not None:
-        args.json.write_text(json.dumps([row.to_dict() for row in ordered], indent=1) + "\n")
+        args.json.write_text(to_json([row.to_dict() for row in ordered], indent=1) + "\n")
     console = Console()
     if not console.is_terminal:
         console.width = 180  # at 80 most words of the table would be broken

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxkv._util import to_json
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
 from jaxkv.engine.config import SchedulerConfig
 from jaxkv.errors import ConfigError
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
             "block_size": cache.block_size,
             "num_blocks": cache.num_blocks,
         }
-        print(json.dumps({"outputs": outputs, "stats": stats}))
+        print(to_json({"outputs": outputs, "stats": stats}))
         return 0
     if streaming:
         print(stream.flush())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from jaxkv._util import to_json
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -23,5 +24,5 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.observe.log import replay
 
     report = replay(args.log, progress=not args.json)
-    print(json.dumps(report.to_dict()) if args.json else report)
+    print(to_json(report.to_dict()) if args.json else report)
     return 1 if report.difference else 0

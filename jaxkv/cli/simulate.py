@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxkv._util import to_json
 from jaxkv.errors import ConfigError
 from jaxkv.manager.eviction.policies import POLICIES
 from jaxkv.studies.simulated_server import Service
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
         figure(trace, result).savefig(plot)
     if args.json:
-        print(json.dumps(result.to_dict()))
+        print(to_json(result.to_dict()))
     else:
         Console().print(_table(result))
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxkv._util import to_json
 from jaxkv.config import DTYPES, CacheConfig, ModelShape
 from jaxkv.errors import ConfigError
 from jaxkv.planning.sizing import (
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             "dtypes": {dtype: size.to_dict() for dtype, size in sizes.items()},
             "suggestion": None if suggestion is None else suggestion.to_dict(),
         }
-        print(json.dumps(report))
+        print(to_json(report))
         return 0
     from rich.console import Console
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from jaxkv._util import to_json
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     result = diff(Snapshot.read_csv(args.before), Snapshot.read_csv(args.after))
     if args.json:
-        print(json.dumps(result.to_dict()))
+        print(to_json(result.to_dict()))
     elif not (table := result.table()).row_count:
         print("no differences")
     else:

@@ -7,12 +7,11 @@ or mirror the cache. Host code: imports no JAX.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import IO, Any, cast
 
-from jaxkv._util import to_plain
+from jaxkv._util import to_json, to_plain
 
 STORED = "BlockStored"  # a block became visible to lookups
 REMOVED = "BlockRemoved"  # a block is no longer visible to lookups
@@ -50,7 +49,7 @@ class Event:
 
     def to_json(self) -> str:
         """The event as one line of JSON."""
-        return json.dumps(_as_json(to_plain(self)))
+        return to_json(_as_json(to_plain(self)))
 
 
 Listener = Callable[[Event], None]
@@ -61,6 +60,7 @@ def json_lines(file: IO[str]) -> Listener:
 
     Example:
       >>> import io
+      >>> import json
       >>> from jaxkv import BlockManager
       >>> from jaxkv.manager.events import json_lines
       >>> manager, log = BlockManager(4, 2, max_seqs=1, max_blocks_per_seq=3), io.StringIO()
@@ -97,4 +97,4 @@ def _as_json(value: Any) -> Any:
 
 def _key(key: Any) -> str:
     plain = _as_json(to_plain(key))
-    return plain if isinstance(plain, str) else json.dumps(plain)
+    return plain if isinstance(plain, str) else to_json(plain)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -61,7 +62,11 @@ def record(manager: BlockManager, file: IO[str]) -> Listener:
     if manager.stats().peak_active:
         raise ReplayError("the manager has been used; start recording before its first operation")
     header = {"format": FORMAT, "version": VERSION, "config": manager.to_dict()}
-    print(json.dumps(header), file=file)
+    try:
+        print(json.dumps(header, allow_nan=False), file=file)
+    except ValueError:
+        raise ReplayError(f"a log cannot hold this manager's settings: {header['config']} has a "
+                          "number that JSON does not have") from None  # fmt: skip
 
     def listener(event: Event) -> None:
         _require_plain(event)
@@ -291,4 +296,6 @@ def _is_plain(value: Any) -> bool:
         return all(type(item) is int or _is_plain(item) for item in value)
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, str | int | float | None)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int | None)

@@ -6,11 +6,11 @@ Host code: imports no JAX.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 
+from jaxkv._util import to_json
 from jaxkv.errors import ConfigError
 from jaxkv.studies.traces import Trace
 
@@ -86,4 +86,4 @@ class Workload:
         """Writes JSON: {"requests": [{"prompt_ids": [...], "max_tokens": n}, ...]} and the name."""
         pairs = zip(self.prompts, self.max_tokens, strict=True)
         requests = [{"prompt_ids": prompt, "max_tokens": n} for prompt, n in pairs]
-        path.write_text(json.dumps({"name": self.name, "requests": requests}))
+        path.write_text(to_json({"name": self.name, "requests": requests}))

@@ -27,4 +27,5 @@ def test_a_few_rows_of_bfloat16_make_no_copy_of_the_weight(optimised, rows):
     """One row did: 6 GiB of float32 for a model of a billion parameters."""
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 512), (2048, 512)))
     memory = jax.jit(project).lower(x, weight).compile().memory_analysis()
+    assert memory is not None
     assert memory.temp_size_in_bytes < 2048 * 512
