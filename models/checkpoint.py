@@ -43,10 +43,19 @@ def load(path: str | Path, *, dtype: Any = jnp.float32, progress: bool = False) 
       progress: show a progress bar on standard error.
 
     Raises:
-      CheckpointError: the path does not exist, or the checkpoint is damaged or incomplete.
-      ConfigError: an unsupported model or tokenizer; the error names the field.
+      CheckpointError: the path does not exist or cannot be read, the checkpoint is damaged or
+        incomplete, or its weights do not fit the memory.
+      ConfigError: an unsupported model, tokenizer or dtype; the error names the field.
     """
     path = Path(path)
+    try:
+        return _load(path, dtype, progress)
+    except OSError as error:  # a folder that may not be entered, a file that may not be read
+        where = error.filename or path
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from None
+
+
+def _load(path: Path, dtype: Any, progress: bool) -> Checkpoint:
     if path.is_file():
         file = GGUFFile(path)
         # The tokenizer first: it loads quickly, so its errors come before the weights load.

@@ -26,9 +26,13 @@ def read_config(path: str | Path) -> LlamaConfig:
       ConfigError: an unsupported model; the error names the field.
     """
     path = Path(path)
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if is_file:
         return read_gguf_config(GGUFFile(path))
-    if not path.is_dir():
+    if not is_folder:
         raise CheckpointError(f"no such file or folder: {path}")
     return read_folder_config(path)
 

@@ -110,7 +110,8 @@ class GGUFFile:
 
     def _read(self, reader: _Reader) -> None:
         if (magic := reader.take(4)) != b"GGUF":
-            raise _Damaged(f"it starts with {magic!r}, not with b'GGUF'")
+            raise _Damaged(f"it starts with {magic!r}, not with b'GGUF'; of other checkpoints give "
+                           "the folder")  # fmt: skip
         version = reader.scalar("I")
         if version not in _VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:

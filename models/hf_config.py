@@ -22,7 +22,8 @@ _READ = {
 _HARMLESS = {
     "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
     "_attn_implementation_internal", "_flash_attn_2_enabled", "attn_implementation",
-    "attention_dropout", "hidden_dropout", "resid_pdrop", "initializer_range", "use_cache",
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop",
+    "initializer_range", "use_cache",
     "pretraining_tp",  # slices the same products
     "max_window_layers",  # which layers have the sliding window; there is none
     "bos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
@@ -148,7 +149,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if given["rope_scaling"] and given["rope_scaling"] != (given["rope_parameters"] or given[name]):
         raise ConfigError(f"rope_scaling={given['rope_scaling']!r:.80} contradicts rope_parameters="
                           f"{given['rope_parameters']!r:.80}")  # fmt: skip
-    bases = [source["rope_theta"] for source in (rope, config) if source.get("rope_theta")]
+    bases = [x for x in (rope.get("rope_theta"), config.get("rope_theta")) if x is not None]
     if len(bases) == 2 and bases[0] != bases[1]:
         raise ConfigError(f"{name} has rope_theta={bases[0]!r}, which contradicts rope_theta="
                           f"{bases[1]!r} outside it")  # fmt: skip

@@ -14,12 +14,30 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
+from jaxkv.errors import ConfigError
 from jaxkv.models.config import LlamaConfig
 from jaxkv.models.linear import Linear, project
 from jaxkv.models.rope import apply_rope, inverse_frequencies, rope_phases
 
 # attend(q [..., Hq, D], k [..., H, D], v [..., H, D], layer, cache) -> out [..., Hq, D], cache
 Attend = Callable[[jax.Array, jax.Array, jax.Array, int, Any], tuple[jax.Array, Any]]
+
+
+def float_dtype(dtype: Any) -> jnp.dtype:
+    """The type of weights and activations that `dtype` names.
+
+    Raises:
+      ConfigError: it is unknown, or not a floating-point type of two bytes or more.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"dtype={dtype!r} is unknown; float32, bfloat16 and float16 are "
+                          "supported") from None  # fmt: skip
+    if not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise ConfigError(f"dtype={found.name} is not supported for weights; float32, bfloat16 and "
+                          "float16 are")  # fmt: skip
+    return found
 
 
 class Attention(nnx.Module):
@@ -92,6 +110,9 @@ class Llama(nnx.Module):
       dtype: element type of weights and activations.
       rngs: random streams of the initial weights.
 
+    Raises:
+      ConfigError: a dtype in which the model cannot compute.
+
     Example:
       >>> from flax import nnx
       >>> from jaxkv.models import Llama, LlamaConfig
@@ -102,7 +123,7 @@ class Llama(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
-        dtype = jnp.dtype(dtype)
+        dtype = float_dtype(dtype)
         self.config = config
         self.embed = nnx.Embed(
             config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs

@@ -67,6 +67,7 @@ def test_what_cannot_change_the_result_is_let_pass(fields):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a finite number"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be"),
         ({"rope_theta": float("inf")}, "rope_theta=inf must be"),
+        ({"rope_theta": 0}, "rope_theta=0.0 must be a positive number"),
         ({"rope_theta": "10000"}, "rope_theta='10000' must be"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
         ({"attention_bias": 0}, "attention_bias=0 must be true or false"),

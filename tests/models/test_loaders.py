@@ -472,3 +472,25 @@ def test_missing_files(tmp_path):
         load(tmp_path / "nope")
     with pytest.raises(Exception, match=r"no tokenizer\.json"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16", "float8_e4m3fn", jnp.int32])
+def test_a_type_in_which_the_model_cannot_compute_is_refused(tmp_path, dtype):
+    with pytest.raises(ConfigError, match=r"dtype=.* float32, bfloat16 and float16"):
+        load_hf(folder(tmp_path, "mha"), dtype=dtype)
+
+
+def test_a_path_that_may_not_be_entered_is_named(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.is_file", refuse)
+    for call in (load, read_config):
+        with pytest.raises(CheckpointError, match=r"locked cannot be read: Permission denied"):
+            call(tmp_path / "locked")
+
+
+def test_a_file_of_a_folder_says_to_give_the_folder(tmp_path):
+    path = folder(tmp_path, "mha") / "model.safetensors"
+    with pytest.raises(CheckpointError, match="give the folder"):
+        load(path)
