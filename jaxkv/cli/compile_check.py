@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(to_json([row.to_dict() for row in ordered], indent=1) + "\n")
     console = Console()
     if not console.is_terminal:
-        console.width = 180  # at 80 most words of the table would be broken
+        console.width = 200  # at 80 most words of the table would be broken
     for target in targets:
         console.print(table(Target.load(target), [rows[target, name] for name in names]))
     broken = [f"{r.target}, {r.program}: {what}" for r in ordered for what in r.broken]

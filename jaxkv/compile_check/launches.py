@@ -45,11 +45,12 @@ class Launches:
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """Reads the dump of one program; None if XLA wrote none."""
-        thunks = list(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
+        # The second file exists only if there are graphs.
+        thunks = sorted(folder.glob("*.thunk_sequence*.txt"), key=lambda file: len(file.name))
         buffers = list(folder.glob("*buffer-assignment.txt"))
         if not thunks or not buffers:
             return None
-        return cls.parse(thunks[0].read_text(), buffers[0].read_text())
+        return cls.parse(thunks[-1].read_text(), buffers[0].read_text())
 
     @classmethod
     def parse(cls, thunks: str, buffers: str) -> Self:

@@ -161,8 +161,16 @@ def test_launches_and_what_ends_a_graph_are_counted():
     assert found == Launches(kernels=9, graphs=2, ungraphed=2, loops=1, unaligned=1)
 
 
-def test_a_missing_dump_is_not_an_empty_program(tmp_path):
+def test_the_dump_is_read_with_and_without_graphs(tmp_path):
+    """XLA writes a second list of steps if it puts some of them into graphs."""
     assert Launches.read(tmp_path) is None
+    (tmp_path / "module.sm_9.0a_gpu_after_optimizations-buffer-assignment.txt").write_text(BUFFERS)
+    assert Launches.read(tmp_path) is None
+    (tmp_path / "module.thunk_sequence.txt").write_text("000: kGemm [source | sink]\n")
+    alone = Launches(kernels=1, graphs=0, ungraphed=1, loops=0, unaligned=1)
+    assert Launches.read(tmp_path) == alone
+    (tmp_path / "module.thunk_sequence_after_thunk_passes.txt").write_text(THUNKS)
+    assert Launches.read(tmp_path) == Launches.parse(THUNKS, BUFFERS)
 
 
 def test_results_that_are_computed_again_are_counted():
