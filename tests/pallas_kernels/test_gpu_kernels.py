@@ -345,7 +345,7 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
     (HOPPER, dict(dim=256, scale_dtype=jnp.float32)),
     (BLACKWELL, dict(dim=128)),
     (BLACKWELL, dict(dim=256, scale_dtype=jnp.bfloat16)),
-])  # fmt: skip
+], ids=["hopper", "hopper-f16", "hopper-int8", "blackwell", "blackwell-int8"])  # fmt: skip
 def test_decode_fills_each_stage_of_its_ring_again(gpu, kind, request):
     check_ring(gpu, paged([1, 700, 330], block=64, heads=2, **kind), request)
 
@@ -354,7 +354,7 @@ def test_decode_fills_each_stage_of_its_ring_again(gpu, kind, request):
     (HOPPER, dict(dim=128), 130),  # two warpgroups, 64 queries each
     (HOPPER, dict(dim=256, dtype=jnp.float16), 30),  # two warpgroups, half of the columns each
     (BLACKWELL, dict(dim=128), 30),
-])  # fmt: skip
+], ids=["hopper", "hopper-f16", "blackwell"])  # fmt: skip
 def test_prefill_fills_each_stage_of_its_ring_again(gpu, kind, queries, request):
     check_ring(gpu, paged([400], [queries], block=64, heads=1, **kind), request)
 
