@@ -27,7 +27,7 @@ H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_c
 # Names that people give to mesh axes, among them all names that axes of the kernels ever had.
 MESH_AXES = ("h", "s", "split", "tile", "head", "role", "sequence", "warpgroup", "block", "x")
 KERNELS = [("decode", (9, 0)), ("prefill", (9, 0)), ("decode", (8, 0)), ("prefill", (8, 0))]
-SEQS, HEADS, KV_HEADS, DIM, BLOCK, COLUMNS = 3, 4, 2, 64, 16, 5
+SEQS, HEADS, KV_HEADS, DIM, BLOCK, COLUMNS = 3, 4, 2, 64, 64, 5
 
 
 @contextlib.contextmanager
