@@ -73,6 +73,10 @@ class BlockManager:
       debug: whether `take_plan` verifies the whole bookkeeping each time.
       hash_function: hash function of the block keys, from bytes to 16 bytes.
 
+    Copies: `copy.deepcopy` and `pickle` make a manager that goes on by itself. It has the clock of
+    the original (pickle needs one that it can name, as the default; times to live are compared
+    with the clock of the process that loads it) and no listeners. `copy.copy` is refused.
+
     Example:
       >>> from jaxkv import BlockManager
       >>> manager = BlockManager(num_blocks=8, block_size=4, max_seqs=3, max_blocks_per_seq=4)
@@ -189,6 +193,16 @@ class BlockManager:
             "prefix_index": self.prefix_index,
             **self._options,
         }
+
+    def __copy__(self) -> Self:
+        raise JaxkvError(
+            "a shallow copy of a BlockManager would share its blocks; use copy.deepcopy"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.journal.running:
+            raise JaxkvError("a BlockManager cannot be copied while a call changes it")
+        return self.__dict__
 
     @property
     def clock(self) -> Callable[[], float]:

@@ -6,6 +6,7 @@ call is an event of its own, after the events of its effects, so that a log can 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import traceback
@@ -42,6 +43,17 @@ class Journal:
         self._unsent: deque[tuple[events.Listener, events.Event]] = deque()
         self._sending = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy: no call runs, and nothing is subscribed."""
+        nothing = Journal(self.clock).__dict__
+        return nothing | {"counts": self.counts}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
+        """A copy that reads the same clock."""
+        memo[id(self)] = same = Journal(self.clock)
+        same.counts = copy.deepcopy(self.counts, memo)
+        return same
+
     def subscribe(self, listener: events.Listener) -> None:
         """Adds a listener."""
         self._listeners.append(listener)
@@ -51,6 +63,11 @@ class Journal:
         """Removes a listener; no effect if it is not subscribed."""
         self._listeners = [each for each in self._listeners if each != listener]
         self.listening = bool(self._listeners)
+
+    @property
+    def running(self) -> bool:
+        """Whether a public call is running."""
+        return self._time is not None
 
     def now(self) -> float:
         """The clock, which stands still within a public call: a decision has one time."""

@@ -67,6 +67,7 @@ class BlockPool:
         self._journal = journal
         self.ref_counts = np.zeros(num_blocks, np.int32)  # table cells that name the block
         self.tokens = np.zeros((num_blocks, block_size), "<i4")
+        self.slots = self.tokens.reshape(-1)  # a view: token ids by slot
         self.indexed = np.zeros(num_blocks, bool)  # visible to lookups
         self.hashes: list[bytes] = [b""] * num_blocks  # hashes of indexed blocks
         self.tree = BlockTree(num_blocks)
@@ -88,6 +89,11 @@ class BlockPool:
         self._waiting: dict[int, None] = {}
         self._next_victims: dict[int, None] = {}
         self.peak_active = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes a copy whole: its slots are a view of its own tokens."""
+        self.__dict__.update(state)
+        self.slots = self.tokens.reshape(-1)
 
     # -- counts ------------------------------------------------------------------------------
 

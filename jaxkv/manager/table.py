@@ -8,13 +8,16 @@ yet.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxkv.errors import ConfigError, JaxkvError, UnknownSequenceError
 
 NULL_BLOCK = 0  # never allocated; padding points at it, and reads of it are masked
+_VERSIONS = itertools.count()  # no two tables share one: `Rows` of another are checked again
 _NO_CELLS, _NO_LENGTHS = np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
 
 
@@ -77,8 +80,16 @@ class SequenceTable:
         self.origins: list[Origin | None] = [None] * max_seqs
         # An index type, for the reason given at `BlockPool`.
         self.blocks = np.zeros((max_seqs, max_blocks_per_seq), np.int64)
-        # One array, so that a row is cleared by one assignment; each name is a view of it.
         self._columns = np.zeros((8, max_seqs), np.int64)
+        self._name_columns()
+        self.version = next(_VERSIONS)  # changes when a sequence starts or ends
+        self._free_rows = list(range(max_seqs - 1, -1, -1))
+        self._dirty_cells: list[np.ndarray] = []  # flat indices
+        self._dirty_ranges: list[tuple[int, int, int]] = []  # row, columns from and to
+        self._dirty_rows: set[int] = set()  # rows whose length the device does not have
+
+    def _name_columns(self) -> None:
+        """One array, so that a row is cleared by one assignment; each name is a view of it."""
         (
             self.lengths,  # tokens, KV computed or not
             self.computed,  # leading tokens whose KV is computed
@@ -89,11 +100,12 @@ class SequenceTable:
             self.next_slot,  # block * block_size + offset of the next token,
             self.slot_end,  # if below this; else the row has no slot to write
         ) = self._columns
-        self.version = 0  # increases when a sequence starts or ends
-        self._free_rows = list(range(max_seqs - 1, -1, -1))
-        self._dirty_cells: list[np.ndarray] = []  # flat indices
-        self._dirty_ranges: list[tuple[int, int, int]] = []  # row, columns from and to
-        self._dirty_rows: set[int] = set()  # rows whose length the device does not have
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes a copy whole: its names are views of its own array."""
+        self.__dict__.update(state)
+        self._name_columns()
+        self.version = next(_VERSIONS)
 
     @property
     def num_free_rows(self) -> int:
@@ -157,7 +169,7 @@ class SequenceTable:
         """Assigns a row to a new sequence; the caller has checked that one is free."""
         row = self._free_rows.pop()
         self.rows[seq_id], self.ids[row], self.origins[row] = row, seq_id, origin
-        self.version += 1
+        self.version = next(_VERSIONS)
         self._dirty_rows.add(row)
         return row
 
@@ -167,7 +179,7 @@ class SequenceTable:
         self.shrink(row, 0)
         self.ids[row] = self.origins[row] = None
         self._columns[:, row] = 0
-        self.version += 1
+        self.version = next(_VERSIONS)
         self._dirty_rows.add(row)
         self._free_rows.append(row)
 

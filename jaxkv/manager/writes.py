@@ -25,7 +25,6 @@ class Writes:
     def __init__(self, pool: BlockPool, table: SequenceTable):
         self._pool, self._table = pool, table
         self._size = pool.block_size
-        self._slots = pool.tokens.reshape(-1)  # token ids by slot
         self.copies: dict[int, int] = {}
 
     def fill(self, blocks: np.ndarray, tokens: np.ndarray) -> None:
@@ -43,7 +42,7 @@ class Writes:
         if np.count_nonzero(full):
             self._make_room(selected.rows[full], limits)
             slots = table.next_slot[at]
-        self._slots[slots] = tokens
+        self._pool.slots[slots] = tokens
         table.advance_cursor(at, slots)
 
     def extend(
@@ -57,7 +56,7 @@ class Writes:
         first = lengths - (np.cumsum(counts) - counts)
         columns, offsets = table.split(np.arange(len(tokens)) + np.repeat(first, counts))
         blocks = table.blocks[np.repeat(rows, counts), columns]
-        self._slots[blocks * self._size + offsets] = tokens
+        self._pool.slots[blocks * self._size + offsets] = tokens
         table.lengths[rows] = lengths = lengths + counts
         columns, offsets = table.split(lengths)
         inside = columns < table.used[rows]

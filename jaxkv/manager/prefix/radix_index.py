@@ -6,6 +6,8 @@ ref counts of blocks act as path locks: a sequence references every block of its
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from jaxkv.manager.prefix.keys import BlockKeys
@@ -42,6 +44,35 @@ class RadixIndex:
         self._node_of: list[_Node | None] = [None] * num_blocks
         self._depth = [0] * num_blocks  # index of the block in its sequence
         self._size = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy: nodes as a list, parents first, since a deep tree nests too deeply."""
+        nodes = list(self._roots.values())
+        for node in nodes:  # grows while it is read
+            nodes += node.children.values()
+        number = {id(node): i for i, node in enumerate(nodes)}
+        flat = [
+            (number.get(id(n.parent)), n.first, list(n.keys), list(n.blocks), n.namespace)
+            for n in nodes
+        ]
+        return {"nodes": flat, "depth": list(self._depth), "size": self._size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._roots, self._depth, self._size = {}, state["depth"], state["size"]
+        self._node_of = [None] * len(self._depth)
+        nodes: list[_Node] = []
+        parent: int | None
+        for parent, first, keys, blocks, namespace in state["nodes"]:
+            node = _Node(None if parent is None else nodes[parent], first, keys, blocks)
+            node.namespace = namespace
+            nodes.append(node)
+            if node.parent is None:
+                self._roots[namespace] = node
+            else:
+                node.parent.children[keys[0]] = node
+            for block in blocks:
+                if block:
+                    self._node_of[block] = node
 
     def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
         node, at = self._locate(keys.root, parent)

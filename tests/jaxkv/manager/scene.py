@@ -87,6 +87,9 @@ QUERIES: dict[str, Callable[[BlockManager], Any]] = {
 CALLS = CHANGES | QUERIES
 
 
+NOT_STATE = ("clock", "_listeners", "listening", "version")
+
+
 def digest(value: Any, seen: dict[int, int] | None = None) -> Any:
     """Everything that an object holds, for comparison; functions and the clock left out."""
     seen = {} if seen is None else seen
@@ -105,4 +108,4 @@ def digest(value: Any, seen: dict[int, int] | None = None) -> Any:
         return type(value).__name__, [digest(item, seen) for item in value]
     names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
     return type(value).__name__, [(n, digest(getattr(value, n), seen)) for n in sorted(names)
-                                  if n not in ("clock", "_listeners", "listening")]  # fmt: skip
+                                  if n not in NOT_STATE]  # fmt: skip
