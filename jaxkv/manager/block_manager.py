@@ -289,7 +289,7 @@ class BlockManager:
                 )  # fmt: skip
             self.journal.emit(
                 events.ALLOCATE, seq=seq_id, blocks=self._table.live_blocks(row),
-                num_tokens=length, num_cached_tokens=cached,
+                num_tokens=length, num_cached_tokens=cached, num_new_blocks=count.new,
                 skip_prefix_cache=skip_prefix_cache,
             )  # fmt: skip
         return Allocation(row=row, num_cached_tokens=cached)

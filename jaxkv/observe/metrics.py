@@ -215,8 +215,7 @@ class Metrics:
         self._used(event)
 
     def _on_allocate(self, event: Event) -> None:
-        found = event.detail.get("num_cached_tokens", 0) // self._manager.block_size
-        self._counts["block_allocations"] += len(event.blocks) - found
+        self._counts["block_allocations"] += event.detail["num_new_blocks"]
 
     def _on_evict(self, event: Event) -> None:
         self._counts["block_evictions"] += len(event.blocks)

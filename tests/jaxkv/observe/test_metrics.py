@@ -143,8 +143,8 @@ def test_allocations_copies_and_close():
     source = source_of()
     metrics = Metrics(source)
     source.emit(events.COPY, blocks=[1, 2])
-    source.emit(events.ALLOCATE, blocks=[1, 2, 3], num_tokens=10, num_cached_tokens=5)
-    source.emit(events.ALLOCATE, blocks=[4])
+    source.emit(events.ALLOCATE, blocks=[1, 2, 3], num_tokens=10, num_new_blocks=2)
+    source.emit(events.ALLOCATE, blocks=[4], num_new_blocks=1)
     assert metrics.to_dict()["block_allocations"] == 2 + 1  # the second half of a block is a copy
     metrics.close()
     source.emit(events.COPY, blocks=[1, 2])
@@ -309,3 +309,22 @@ def test_counts_agree_with_the_manager_after_random_operations(rng):
     assert hits == 4 * values["block_reuse_gap_seconds"]["count"] > 0
     assert values["requests_refused"] > 0
     assert sum(values["kv_cache_blocks"].values()) == 12
+
+
+@pytest.mark.parametrize("lookahead", [0, 6])
+def test_null_blocks_behind_a_window_are_not_counted_as_allocated(lookahead):
+    """Of five cached blocks a hit takes the two that the window sees; the counter never falls."""
+    manager = BlockManager(20, 4, max_seqs=4, max_blocks_per_seq=8, sliding_window=5)
+    metrics, before = Metrics(manager), 0
+    for seq, end in enumerate((20, 21, 22, 9, 21)):
+        free = manager.stats().free + manager.stats().cached
+        hits = manager.lookup(list(range(end - 1))) > 0
+        manager.allocate(seq, list(range(end)), lookahead=lookahead)
+        manager.commit(seq, end - manager.num_computed_tokens(seq))
+        counted = metrics.to_dict()["block_allocations"]
+        taken = free - manager.stats().free - manager.stats().cached
+        assert hits or counted - before >= taken  # the first frees what is behind its window
+        assert counted - before == -(-(end + lookahead) // 4) - (seq > 0) * ((end - 1) // 4)
+        assert counted >= before
+        before = counted
+        manager.free(seq)
