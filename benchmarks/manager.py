@@ -116,7 +116,11 @@ def one_round(options: dict) -> dict[str, float]:
 
 def bytes_of(manager: BlockManager) -> tuple[float, float]:
     """Array bytes per block and per sequence."""
-    arrays = lambda o: [v for v in vars(o).values() if isinstance(v, np.ndarray)]  # noqa: E731
+    arrays = lambda o: [  # noqa: E731
+        v
+        for v in vars(o).values()
+        if isinstance(v, np.ndarray) and v.base is None  # no views
+    ]
     pool, table = manager._pool, manager._table
     owners = (pool, pool.tree, pool.policy.policy, pool.index)  # some arrays have two owners
     distinct = {id(a): a.nbytes for owner in owners for a in arrays(owner)}

@@ -47,6 +47,10 @@ def as_integers(name: str, values: Any) -> np.ndarray:
       Traceback (most recent call last):
       jaxkv.errors.ConfigError: counts must be a flat sequence of integers, got float64 (1,)
     """
+    if isinstance(values, np.ndarray):
+        array = cast(np.ndarray, values)
+        if array.ndim == 1 and array.dtype.kind in "iu":  # the common case
+            return array
     if isinstance(values, list | tuple) and bool in set(map(type, cast(list[Any], values))):
         raise ConfigError(f"{name} must be a flat sequence of integers, got a bool")
     try:

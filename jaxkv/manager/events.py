@@ -34,10 +34,10 @@ class Event:
       free_count: blocks that an allocation could take after the event, cached ones included.
       detail: further fields of this kind. BlockStored: hash, parent_hash (hex), token_ids,
         namespace. BlockRemoved: hash, reason. hit: num_tokens, queried_tokens. allocate:
-        num_tokens, num_cached_tokens, num_new_blocks (taken for it: blocks without the hits, and
-        without null blocks behind a window). copy: blocks are (source, destination). evict: age and idle,
-        seconds since stored and since last used. preempt: reason. operation: name,
-        arguments, result or error.
+        num_tokens, num_cached_tokens, num_new_blocks (taken for it: neither hits nor null blocks
+        behind a window). copy: blocks are (source, destination). evict: age and idle, seconds
+        since stored and since last used. preempt: reason. operation: name, arguments, result or
+        error.
     """
 
     kind: str

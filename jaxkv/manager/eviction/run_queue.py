@@ -29,9 +29,10 @@ class _Entries(Protocol):
 class RunQueue:
     """Blocks by score; those of equal score in the order in which they were entered.
 
-    A sequence that ends leaves a run of blocks, deepest first. A run is one entry; its blocks are
-    crossed out by number, and a run that is half crossed out is copied without them. So a call
-    costs what its own blocks cost, whatever else is queued, and an empty queue holds nothing.
+    A sequence that ends leaves a run of blocks, deepest first. A run is one entry, and its blocks
+    are crossed out by number. Once the queue holds as many crossed-out blocks as the pool has, a
+    run is copied without them whenever more are crossed out. So a call costs what its own runs
+    cost, whatever else is queued, and an empty queue holds nothing.
 
     Args:
       num_blocks: blocks in the pool.
@@ -53,7 +54,9 @@ class RunQueue:
         self.score = np.zeros(num_blocks, np.float64)
         self._slot_of = np.zeros(num_blocks, np.int64)  # slot of a queued block's run; 0: none
         self._order = cast(_Entries, SortedList())
+        self._front: _Entry | None = None  # the first of them
         self._size = self._next_number = 0
+        self._held = 0  # blocks in runs, crossed-out ones included
         # By slot; slot 0 is not used.
         self._entries: list[_Entry] = [(0.0, 0, 0)]
         self._runs: list[np.ndarray] = [_NOTHING]
@@ -65,9 +68,7 @@ class RunQueue:
         return self._size
 
     def push(self, blocks: np.ndarray) -> None:
-        """Enters a run of blocks; those that are queued already move."""
-        if self._slot_of[blocks].any():
-            self.discard(blocks)
+        """Enters a run of blocks that are not queued."""
         for start in range(0, len(blocks), _LONGEST):
             self._push(blocks[start : start + _LONGEST])
 
@@ -84,7 +85,10 @@ class RunQueue:
         self._at[slot], self._left[slot] = 0, len(run)
         self._slot_of[run] = slot
         self._size += len(run)
+        self._held += len(run)
         self._order.add(entry)
+        if self._front is None or entry < self._front:
+            self._front = entry
 
     def discard(self, blocks: np.ndarray) -> np.ndarray:
         """Removes blocks; returns bool[n]: whether each was queued."""
@@ -101,46 +105,59 @@ class RunQueue:
         return slots > 0
 
     def _leave(self, slot: int, count: int) -> None:
-        """Counts blocks that have left a run."""
+        """Counts blocks that were crossed out of a run."""
         self._size -= count
         left = self._left[slot] = self._left[slot] - count
         run, at = self._runs[slot], self._at[slot]
         if not left:
-            self._order.remove(self._entries[slot])
-            self._runs[slot] = _NOTHING
-            self._free.append(slot)
-        elif 2 * left <= len(run) - at:
+            self._end(slot)
+        elif self._held > self._size + len(self._slot_of):
             rest = run[at:]
             self._runs[slot], self._at[slot] = rest[self._slot_of[rest] == slot], 0
+            self._held -= len(rest) - left
+
+    def _end(self, slot: int) -> None:
+        """Removes a run without blocks."""
+        self._order.remove(self._entries[slot])
+        self._front = self._order[0] if len(self._order) else None
+        self._held -= len(self._runs[slot]) - self._at[slot]
+        self._runs[slot], self._at[slot] = _NOTHING, 0
+        self._free.append(slot)
 
     def lowest(self) -> float:
         """A bound below all scores; infinite without blocks."""
-        return self._order[0][0] if self._size else math.inf
+        return self._front[0] if self._front is not None else math.inf
 
     def pop(self) -> int:
         """Removes the block of the lowest score and returns it; NONE without blocks."""
-        while self._size:
-            entry = self._order[0]
+        while (entry := self._front) is not None:
             key, number, slot = entry
             run, at = self._runs[slot], self._at[slot]
             while self._slot_of.item(run.item(at)) != slot:
                 at += 1
+            self._held -= at - self._at[slot]
             block = run.item(at)
             score = self.score.item(block)
             if score > key:  # the run's next block has a higher score than its last
                 self._order.remove(entry)
                 self._entries[slot], self._at[slot] = (score, number, slot), at
                 self._order.add(self._entries[slot])
+                self._front = self._order[0]
                 continue
             self._at[slot] = at + 1
             self._slot_of[block] = 0
-            self._leave(slot, 1)
+            self._held -= 1
+            self._size -= 1
+            self._left[slot] -= 1
+            if not self._left[slot]:
+                self._end(slot)
             return block
         return NONE
 
     def pop_run(self) -> np.ndarray:
         """Removes the first run, whose blocks have one score, and returns its blocks."""
-        slot = self._order[0][2]
+        assert self._front is not None
+        slot = self._front[2]
         rest = self._runs[slot][self._at[slot] :]
         blocks = rest[self._slot_of[rest] == slot]
         self.discard(blocks)

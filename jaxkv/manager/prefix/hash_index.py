@@ -34,11 +34,10 @@ class HashIndex:
     adds_leaves = True
 
     def match(self, keys: BlockKeys, parent: int) -> np.ndarray:
-        found = self._blocks.find(keys.hashes())
-        if None in found:
-            if not self._gaps:
-                del found[found.index(None) :]
-            found = [block or 0 for block in found]
+        if self._gaps:
+            found = [block or 0 for block in self._blocks.find(keys.hashes())]
+        else:
+            found = self._blocks.find_leading(keys.hashes())
         if not found:
             return _NOTHING
         blocks = np.fromiter(found, np.int64, len(found))

@@ -22,10 +22,9 @@ class HashTable:
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
-        self._size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return sum(map(len, self._parts))
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._parts[key[-1]]
@@ -35,17 +34,29 @@ class HashTable:
         parts = self._parts
         return [parts[key[-1]].get(key) for key in keys]
 
+    def find_leading(self, keys: list[bytes]) -> list[int]:
+        """The blocks of the leading keys, up to the first one that is missing."""
+        parts = self._parts
+        try:
+            return [parts[key[-1]][key] for key in keys]
+        except KeyError:
+            pass
+        found: list[int] = []
+        for key in keys:
+            if (block := parts[key[-1]].get(key)) is None:
+                break
+            found.append(block)
+        return found
+
     def update(self, keys: Iterable[bytes], blocks: Iterable[int]) -> None:
         """Adds keys that are not in the table."""
         parts = self._parts
         for key, block in zip(keys, blocks, strict=True):
             parts[key[-1]][key] = block
-            self._size += 1
 
     def remove(self, key: bytes) -> None:
         """Removes a key that is in the table."""
         del self._parts[key[-1]][key]
-        self._size -= 1
 
     def clear(self) -> None:
         """Removes all keys."""

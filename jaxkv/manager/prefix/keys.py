@@ -41,15 +41,14 @@ def as_tokens(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
       ConfigError: not a flat sequence of integers from 0 to 2**31 - 1.
     """
     tokens = as_integers("token_ids", token_ids)
+    known = tokens.dtype == _TOKEN
     if tokens.size:
-        low, known = int(np.minimum.reduce(tokens)), tokens.dtype == _TOKEN
+        low = np.minimum.reduce(tokens)
         if low < 0 or (not known and int(np.maximum.reduce(tokens)) >= 2**31):
             raise ConfigError(
                 f"token_ids must be from 0 to {2**31 - 1} (32 bits), got {low} to {tokens.max()}"
             )
-        if known and tokens.flags.c_contiguous:
-            return tokens
-    return np.ascontiguousarray(tokens, _TOKEN)
+    return tokens if known and tokens.flags.c_contiguous else np.ascontiguousarray(tokens, _TOKEN)
 
 
 def canonical(value: Any) -> bytes:

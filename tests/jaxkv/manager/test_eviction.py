@@ -656,10 +656,8 @@ def test_a_queue_of_runs_is_a_sorted_list_of_blocks(data):
             assert queue.pop() == model.pop(queue.score)
         assert len(queue) == sum(map(len, model.runs.values()))
         assert len(queue._order) == len(model.runs)
-        # No more than twice the blocks that are queued.
-        assert sum(len(run) - at for run, at in zip(queue._runs, queue._at, strict=True)) <= max(
-            2 * len(queue), 1
-        )
+        held = sum(len(run) - at for run, at in zip(queue._runs, queue._at, strict=True))
+        assert held == queue._held <= len(queue) + 12
     rest = []
     while (block := queue.pop()) != NONE:
         rest.append(block)
