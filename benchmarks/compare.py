@@ -88,6 +88,9 @@ BENCHMARKS = {
         marks=("rows.pool_mib",), row_id=("pool_mib",), higher=("meta.in_place",),
         lower=("*.ms_per_step_median", "meta.ratio"), exact=("meta.in_place",),
     ),
+    "manager_growth": Benchmark(
+        marks=("growth",), configuration=("meta.calls",), lower=("growth.*",),
+    ),
 }  # fmt: skip
 MACHINE = ("meta.cpus", "meta.device*", "meta.machine*", "*.system_info", "*.cpu_capability")
 NOTES = ("*.python", "*.numpy", "*.jax", "*.torch", "*load_1m", "*cpu_share")  # may differ

@@ -20,6 +20,10 @@ DOCUMENTS = {
         "bytes_per_block": 145.0,
         "bytes_per_sequence": 1152.0,
     },
+    "manager_growth": {
+        "meta": {"python": "3.12.1", "numpy": "2.5", "cpus": 2, "load_1m": 0.7, "calls": 100},
+        "growth": {"append": {"1000": {"median_us": 70.0, "slowest_us": 700.0}}},
+    },
     "engine": {
         "meta": META,
         "host": [
