@@ -164,3 +164,55 @@ def test_plans_are_taken_once():
     assert plan.lengths.tolist() == [[m.row("a"), 0]]
     plan = m.take_plan()
     assert len(plan.cells) == len(plan.lengths) == len(plan.copies) == 0
+
+
+class Unlisted(dict):
+    """A dict that answers for single keys only."""
+
+    def __iter__(self):
+        raise AssertionError("a call went through all pinned blocks")
+
+    keys = values = items = __iter__
+
+
+def test_an_append_asks_for_its_own_blocks_among_the_pinned_ones():
+    m = make(blocks=40, columns=30)
+    m.allocate("a", [1] * 21)
+    m.commit("a", 21)
+    m.pin([1] * 20)
+    m.fork("a", "b")
+    pool = m._pool
+    pool.kept, pool.holds = Unlisted(pool.kept), Unlisted(pool.holds)
+    for _ in range(9):
+        m.append_batch(["a", "b"], [2, 3])
+    m.reserve(["a", "b"], 9)
+    assert m.token_ids("a").tolist() == [1] * 21 + [2] * 9
+
+
+def test_check_follows_each_link_once(monkeypatch):
+    """A thousand blocks under one parent: as many steps as links, not their square."""
+    m = BlockManager(1010, 1, max_seqs=1, max_blocks_per_seq=4)
+    for i in range(1000):
+        m.allocate("a", [7, i])
+        m.commit("a", 2 - m.num_computed_tokens("a"))
+        m.free("a")
+    tree, steps = type(m._pool.tree), []
+    edges = tree.edges
+    monkeypatch.setattr(tree, "edges", lambda self: (steps.append(e) or e for e in edges(self)))
+    monkeypatch.setattr(tree, "children", None)  # listing them for each child was the square
+    m.check()
+    assert len(steps) == 1000
+
+
+def test_check_ends_where_links_go_round():
+    m = make(blocks=6)
+    for last in (2, 3, 4):
+        m.allocate("a", [1, 1, 1, 1, last, 0, 0, 0])
+        m.commit("a", 8 - m.num_computed_tokens("a"))
+        m.free("a")
+    tree = m._pool.tree
+    children = tree.children(int(np.flatnonzero(tree._first_child)[0]))
+    tree._next[children[-1]] = children[0]
+    m._pool.tree.parents[children[1]] = 3
+    with pytest.raises(InvariantError):
+        m.check()
