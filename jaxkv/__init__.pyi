@@ -3,6 +3,7 @@
 from .cache.attention import attention as attention
 from .cache.batch import Batch as Batch
 from .cache.batch import advance as advance
+from .cache.check import check_state as check_state
 from .cache.plan import apply_plan as apply_plan
 from .cache.shared_prefix import SharedPrefix as SharedPrefix
 from .cache.shared_prefix import shared_prefix_groups as shared_prefix_groups
@@ -24,6 +25,7 @@ from .errors import JaxkvError as JaxkvError
 from .errors import ModelError as ModelError
 from .errors import OutOfBlocksError as OutOfBlocksError
 from .errors import StaleStateError as StaleStateError
+from .errors import StateError as StateError
 from .errors import UnknownSequenceError as UnknownSequenceError
 from .manager.block_manager import BlockManager as BlockManager
 from .manager.prefix.keys import Media as Media

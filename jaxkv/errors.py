@@ -34,6 +34,10 @@ class InvariantError(JaxkvError):
     """`BlockManager.check()` found inconsistent records; names the block and the sequence."""
 
 
+class StateError(JaxkvError, ValueError):
+    """A plan that does not follow a state, or a state that differs from its manager."""
+
+
 class StaleStateError(JaxkvError, RuntimeError):
     """A `PagedState` was used after its donation to a step."""
 

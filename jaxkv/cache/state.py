@@ -9,6 +9,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jaxkv.cache.order import remember
 from jaxkv.config import CacheConfig
 from jaxkv.errors import StaleStateError
 from jaxkv.pallas_kernels.formats import format_of
@@ -79,8 +80,9 @@ def init_state(config: CacheConfig, *, device: Any = None) -> PagedState:
 
     Args:
       config: sizes of the cache.
-      device: device or sharding of all arrays, which are then committed to it, as those are that
-        come out of a step with committed weights; None: JAX's default device, uncommitted.
+      device: a `jax.Device` or `jax.sharding.Sharding` of all arrays, which are then committed to
+        it, like those that a step with committed weights returns; None: JAX's default device,
+        uncommitted.
 
     Example:
       >>> import jaxkv
@@ -94,9 +96,11 @@ def init_state(config: CacheConfig, *, device: Any = None) -> PagedState:
     if page_format.quantised:
         scales = jnp.zeros(shape.scales_shape(), config.scale_dtype, device=device)
     tables = config.max_seqs, config.max_blocks_per_seq
-    return PagedState(
+    state = PagedState(
         kv_pages=jnp.zeros(shape.array_shape(), page_format.dtype, device=device),
         kv_scales=scales,
         block_tables=jnp.zeros(tables, jnp.int32, device=device),
         seq_lens=jnp.zeros(config.max_seqs, jnp.int32, device=device),
     )
+    remember(state, None)
+    return state

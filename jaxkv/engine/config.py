@@ -23,6 +23,8 @@ class SchedulerConfig:
         waits.
       defer_shared_prefixes: whether a request waits while another computes a prefix of both.
       pipeline: whether the next step is dispatched before the tokens of this one arrive.
+      check_state: whether each step compares the cache with its manager (`jaxkv.check_state`), for
+        debugging: every step is waited for.
 
     Raises:
       ConfigError: a value out of range.
@@ -35,6 +37,7 @@ class SchedulerConfig:
     decode_steps_per_dispatch: int = 1
     defer_shared_prefixes: bool = True
     pipeline: bool = True
+    check_state: bool = False
 
     def __post_init__(self) -> None:
         buckets = self.prefill_buckets

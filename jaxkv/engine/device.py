@@ -20,7 +20,7 @@ from jaxkv.engine.processors import Processors
 from jaxkv.engine.requests import Sequence
 from jaxkv.engine.steps import Steps, make_steps
 from jaxkv.engine.work import Work
-from jaxkv.manager.records import Plan
+from jaxkv.manager.records import Plan, PlanOrder
 from jaxkv.sampling.params import MAX_STOP_TOKENS, LogitsProcessor
 from jaxkv.sampling.sampler import Sampled, SamplerState, set_rows
 
@@ -73,6 +73,7 @@ class Device:
         """Makes an empty cache and empty sampler rows: at the start, and after a failed step."""
         if (old := getattr(self, "state", None)) is not None:  # there is no room for two pools
             old.kv_pages.delete()
+        self._last: PlanOrder | None = None  # of the plans that were applied
         placement = self._steps.placement
         self.state: PagedState = init_state(self.cache, device=placement)
         self.sampler: SamplerState = jax.device_put(self._empty(self.cache.max_seqs), placement)
@@ -180,11 +181,28 @@ class Device:
     def _copy_blocks(self, plan: Plan) -> Plan:
         """Runs a plan's block copies by themselves, so that steps need no shape for them; returns
         the rest of the plan."""
+        plan = self._in_order(plan)
         none = Plan.empty()
         if len(plan.copies):
             copies = dataclasses.replace(none, copies=plan.copies)
             self.state = apply_plan(self.state, pad_plan(copies))
         return dataclasses.replace(plan, copies=none.copies)
+
+    def _in_order(self, plan: Plan) -> Plan:
+        """Checks that no plan was left out that did more than clear cells; returns the plan without
+        its order.
+
+        Raises:
+          StateError: somebody else has taken a plan of the manager: the cache is lost.
+        """
+        order, last = plan.order, self._last
+        if order is None:
+            return plan
+        if last is not None and (last.chain is not order.chain or last.number < order.settled):
+            at = f"the engine has applied plan {last.number} of {last.chain.name}"
+            raise order.chain.refuse(order.number, order.before, at)
+        self._last = order
+        return dataclasses.replace(plan, order=None)
 
     def shapes(self, *, drafts: bool) -> list[StepShape]:
         """All shapes of steps; log-probabilities and logits processors make more of each."""

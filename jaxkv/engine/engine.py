@@ -26,6 +26,7 @@ from jaxkv.engine.validation import (
     require_fits,
     require_manager_fits,
     require_order_and_keys,
+    require_window,
 )
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.manager.block_manager import BlockManager
@@ -59,7 +60,8 @@ class Engine:
       manager_options: options of the `BlockManager`: prefix_index, eviction, watermark, ...
 
     Raises:
-      ConfigError: a manager that does not fit the cache, or is given together with its options.
+      ConfigError: a manager that does not fit the cache, or is given together with its options; a
+        `sliding_window` that is not the model's.
 
     Example:
       >>> import jaxkv
@@ -94,6 +96,7 @@ class Engine:
             manager = BlockManager.for_config(cache, clock=clock, **manager_options)
         else:
             require_manager_fits(manager, cache, clock, manager_options)
+        require_window(manager, model.config)
         self.manager, self.clock = manager, manager.clock
         self.vocab_size = model.config.vocab_size
         eos = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids

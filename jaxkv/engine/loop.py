@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.cache.check import check_state
 from jaxkv.engine.compilation import num_compiled
 from jaxkv.engine.device import Device, InFlightStep, RowError
 from jaxkv.engine.model_call import ModelRaised
@@ -128,6 +129,8 @@ class StepLoop:
             except Exception as error:
                 self._fail_dispatch(work, error)
                 return False
+            if self.scheduler.config.check_state:
+                check_state(self.device.state, self.manager)
             self.scheduler.dispatched(work)
             self.in_flight.append(step)
             host, ended = self.stats.host, time.perf_counter()

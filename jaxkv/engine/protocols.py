@@ -21,6 +21,9 @@ class ModelConfig(ModelShape, Protocol):
       vocab_size: tokens of the vocabulary; the width of the logits.
       max_position_embeddings: longest sequence, in tokens.
       eos_token_ids: tokens that end a sequence.
+
+    A model of which every layer attends within a window may declare it as `sliding_window`: the
+    manager's window must be at least as long.
     """
 
     @property

@@ -159,6 +159,11 @@ def _compiled(
         tokens, history = _inputs(history, tokens, batch)
         logits, state = forward(leaves, state, tokens, batch)
         lengths = jnp.asarray(batch.positions)[batch.logit_tokens] + 1
+        # A sample that is forked off in this step has what its parent's row has written.
+        kept = jnp.where(entries.keep, jnp.asarray(entries.rows), len(state.seq_lens))
+        state = dataclasses.replace(
+            state, seq_lens=state.seq_lens.at[kept].max(lengths, mode="drop")
+        )
         sampled, sampler = sample(
             logits, SamplerState(history, params), jnp.asarray(entries.rows), lengths,
             keep=jnp.asarray(entries.keep), targets=jnp.asarray(entries.targets),

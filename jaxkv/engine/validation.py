@@ -105,6 +105,27 @@ def require_manager_fits(
         )
 
 
+def require_window(manager: BlockManager, config: Any) -> None:
+    """Raises ConfigError if a manager frees blocks that some layer of the model still reads.
+
+    A model declares its window by `config.sliding_window`, None or missing if it has none; a config
+    that lists `layer_types` has one only if no layer attends to everything.
+    """
+    given, window = manager.sliding_window, getattr(config, "sliding_window", None)
+    if given is None:
+        return
+    kinds = getattr(config, "layer_types", None) or ()
+    whole = [i for i, kind in enumerate(kinds) if kind != "sliding_attention"]
+    if whole or not getattr(config, "use_sliding_window", True):
+        window = None
+    if window is None or given < window:
+        has = f"layers {whole[:4]} have none" if whole else f"the model's config has {window}"
+        raise ConfigError(
+            f"sliding_window={given} frees blocks that the model still reads: {has}; leave it out, "
+            "or give the largest window of the layers, if all have one"
+        )
+
+
 def require_fits(manager: BlockManager, prompt: int, end: int) -> None:
     """Raises ConfigError if the pool can never hold a sequence of this length by itself."""
     needed, usable = _blocks_for(manager, prompt, end), manager.num_blocks - 1

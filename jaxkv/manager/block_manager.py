@@ -27,6 +27,7 @@ from jaxkv.manager.invariants import check_manager
 from jaxkv.manager.journal import Journal, fresh_start, operation, query
 from jaxkv.manager.limits import Limits
 from jaxkv.manager.pins import Pins
+from jaxkv.manager.plans import PlanChain
 from jaxkv.manager.pool import BlockPool
 from jaxkv.manager.prefix.hash_index import HashIndex
 from jaxkv.manager.prefix.keys import (
@@ -40,7 +41,15 @@ from jaxkv.manager.prefix.keys import (
 from jaxkv.manager.prefix.partial_index import PartialIndex
 from jaxkv.manager.prefix.radix_index import RadixIndex
 from jaxkv.manager.publish import Publisher
-from jaxkv.manager.records import Admission, Allocation, BlockInfo, Plan, Stats
+from jaxkv.manager.records import (
+    Admission,
+    Allocation,
+    BlockInfo,
+    Plan,
+    PlanOrder,
+    Stats,
+    TableView,
+)
 from jaxkv.manager.report import blocks_of, stats_of
 from jaxkv.manager.table import Origin, Rows, SequenceTable
 from jaxkv.manager.writes import Writes
@@ -167,6 +176,7 @@ class BlockManager:
             pool, table, limits, self._writes,
             watermark_blocks=math.ceil(watermark * (num_blocks - 1)), hash_function=hash_function,
         )  # fmt: skip
+        self._plans = PlanChain()
         self._transfers: dict[int, list[int]] = {}  # blocks held by transfers in flight
 
     @classmethod
@@ -559,6 +569,8 @@ class BlockManager:
             return False
         self._pins.clear()
         self._pool.clear()
+        if not self._table.rows:
+            self._plans.restart()
         for row in self._table.rows.values():
             self._table.origin(row).publishes = False
         if self.journal.listening:
@@ -592,12 +604,15 @@ class BlockManager:
 
     @operation
     def take_plan(self) -> Plan:
-        """Returns the changes since the last plan, for the device."""
+        """Returns the changes since the last plan, for the device.
+
+        `apply_plan` checks that each plan is applied once, in order, to the state of this manager.
+        """
         cells, lengths = self._table.drain()
         copies = self._writes.take_copies()
         if self.debug:
             self.check()
-        return Plan(copies=copies, cells=cells, lengths=lengths)
+        return Plan(copies, cells, lengths, self._order_of(copies, cells, lengths))
 
     # -- queries -----------------------------------------------------------------------------
 
@@ -689,6 +704,10 @@ class BlockManager:
         """
         check_manager(self._pool, self._table, self._pins, self._writes.copies, self._transfers)
 
+    def table_view(self) -> TableView:
+        """Copies of the block table and the lengths, to compare a state with; see `check_state`."""
+        return self._table.view()
+
     # -- inside ------------------------------------------------------------------------------
 
     def _expire_pins(self) -> None:
@@ -699,6 +718,18 @@ class BlockManager:
     def _end(self, ttl: float | None) -> float | None:
         """Time at which a time to live ends."""
         return None if ttl is None else self.journal.now() + as_number("ttl", ttl)
+
+    def _order_of(self, copies: np.ndarray, cells: np.ndarray, lengths: np.ndarray) -> PlanOrder:
+        """Numbers a plan."""
+        plans = self._plans
+        before, settled, begins = plans.taken, plans.settled, plans.start == plans.taken
+        plans.take(
+            changes=bool(len(copies) or len(cells) or len(lengths)),
+            clears=not (len(copies) or cells[:, 2].any() or lengths[:, 1].any()),
+        )
+        if not self._table.rows and not self._pool.num_cached:
+            plans.restart()
+        return PlanOrder(plans, plans.taken, before, settled, begins)
 
     def _origin(self, namespace: Any, media: Iterable[Media]) -> Origin:
         if namespace is None and self.weight_version == 0:

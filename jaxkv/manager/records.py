@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
+
+from jaxkv.manager.plans import PlanChain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +19,14 @@ class Plan:
       copies: i32[C, 2]; (source, destination) of block copies, which run before all else.
       cells: i32[E, 3]; (row, column, block) of changed table cells.
       lengths: i32[R, 2]; (row, length) of rows whose length is set.
+      order: its place among the plans of its manager, which `apply_plan` checks; None: a plan made
+        by hand, which is not checked.
     """
 
     copies: np.ndarray
     cells: np.ndarray
     lengths: np.ndarray
+    order: PlanOrder | None = None
 
     @classmethod
     def empty(cls) -> Self:
@@ -29,6 +34,29 @@ class Plan:
         return cls(
             np.zeros((0, 2), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
         )
+
+    def to_plain(self) -> dict[str, Any]:
+        """The changes as plain data, for logs."""
+        return {name: getattr(self, name).tolist() for name in ("copies", "cells", "lengths")}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOrder:
+    """The place of a plan among those of its manager.
+
+    Attributes:
+      chain: the manager's plans.
+      number: number of the plan, from 1; a plan without changes has that of the one before.
+      before: number of the plan that it follows; its own without changes.
+      settled: number of the last plan before it that did more than clear cells.
+      begins: whether an empty state may begin with it.
+    """
+
+    chain: PlanChain
+    number: int
+    before: int
+    settled: int
+    begins: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +119,23 @@ class Stats:
     used_slots: int
     allocated_slots: int
     num_seqs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableView:
+    """The block table and the lengths that a state on the device should have.
+
+    Attributes:
+      seq_ids: id of the sequence in each of the R rows; None: the row is free.
+      block_tables: i32[R, C]; a copy of the table.
+      computed: i64[R]; leading tokens whose KV is committed.
+      writable: i64[R]; leading positions that the row may write: its tokens and reserved slots.
+    """
+
+    seq_ids: tuple[Hashable, ...]
+    block_tables: np.ndarray
+    computed: np.ndarray
+    writable: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import ConfigError, JaxkvError, UnknownSequenceError
+from jaxkv.manager.records import TableView
 
 NULL_BLOCK = 0  # never allocated; padding points at it, and reads of it are masked
 _VERSIONS = itertools.count()  # no two tables share one: `Rows` of another are checked again
@@ -259,6 +260,15 @@ class SequenceTable:
             lengths = np.stack([changed, self.computed[changed]], 1).astype(np.int32)
         self._dirty_cells, self._dirty_ranges, self._dirty_rows = [], [], set()
         return cells, lengths
+
+    def view(self) -> TableView:
+        """Copies for a comparison with the device."""
+        # A row that may not write its next slot, such as one just forked, ends at its length.
+        own = (self.slot_end > self.next_slot) | (self.lengths % self.block_size == 0)
+        return TableView(
+            tuple(self.ids), self.blocks.astype(np.int32), self.computed.copy(),
+            np.where(own, self.used * self.block_size, self.lengths),
+        )  # fmt: skip
 
 
 def _not_hashable(seq_id: object) -> ConfigError:
