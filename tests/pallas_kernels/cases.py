@@ -189,6 +189,22 @@ def run(case, implementation="xla", *, sinks=None, **options):
     return jax.tree.map(np.asarray, out)
 
 
+def assert_equal_up_to_rounding(got, want, case: Case) -> None:
+    """Equality of float32 outputs of two programs, or of rows at other places of a batch.
+
+    The order of a sum is the processor's to choose. A logit is a sum of head_dim products, which
+    moves a weight by as much, and an output is a mean of at most `longest` values.
+    """
+    eps = float(np.finfo(np.float32).eps)
+    norms = [np.linalg.norm(np.asarray(x, np.float64), axis=-1).max(initial=0)
+             for x in (case.q, *(k for k, _ in case.dense))]  # fmt: skip
+    dim, longest = case.q.shape[2], max(len(k) for k, _ in case.dense)
+    largest = max(float(np.abs(v).max(initial=0)) for _, v in case.dense)
+    logit = dim * eps * norms[0] * max(norms[1:]) / np.sqrt(dim)
+    bound = 2 * (2 * logit + (longest + 8) * eps)
+    np.testing.assert_allclose(got, want, rtol=bound, atol=bound * max(largest, 1))
+
+
 def oracle(case: Case, **options) -> np.ndarray:
     """Dense attention in float64, one query at a time."""
     return oracle_with_lse(case, **options)[0]

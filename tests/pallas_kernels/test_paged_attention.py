@@ -5,7 +5,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make, move_blocks, name_heads, oracle, pick, queries, run
+from cases import (
+    assert_equal_up_to_rounding,
+    make,
+    move_blocks,
+    name_heads,
+    oracle,
+    pick,
+    queries,
+    run,
+)
 
 from jaxkv.pallas_kernels.paged_attention import paged_attention, supports
 
@@ -83,14 +92,18 @@ def test_padding_tokens_and_sequences_are_zeros(implementation):
 def test_empty_batch():
     pages, tables = jnp.zeros((2, 1, 2, 1, 4, 8)), jnp.zeros((0, 3), jnp.int32)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda *event, **_: compiled.append(event))
+
+    def listen(*event, **_):
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for _ in range(2):
             compiled.clear()
             out = paged_attention(jnp.zeros((0, 2, 8)), pages, tables, jnp.zeros(0, int), layer=0)
             assert out.shape == (0, 2, 8)
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled
 
 
@@ -106,13 +119,14 @@ def test_moving_blocks_changes_nothing_bit_for_bit(implementation, counts):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("counts", [None, [5, 3, 9]])
 def test_rows_do_not_depend_on_their_order_or_on_other_rows(implementation, counts):
-    """Bit for bit, in a batch of the same shape."""
+    """Up to rounding: a product may be summed in another order at another place of the batch."""
     case = make([5, 3, 9], counts or [1] * 3, max_query_len=None if counts else 1, fill=np.nan)
     out = run(case, implementation)
     np.testing.assert_allclose(out, oracle(case), atol=2e-5)
     for order in ([2, 0, 1], [0], [1], [2]):
         want = out[queries(case, order)]
-        np.testing.assert_array_equal(run(pick(case, order), implementation)[: len(want)], want)
+        got = run(pick(case, order), implementation)[: len(want)]
+        assert_equal_up_to_rounding(got, want, case)
 
 
 def test_a_row_in_a_batch_of_one():

@@ -64,7 +64,17 @@ def test_int8_equals_the_reference(rng, scale_dtype, traced_for):
     args = (k, v, slots // 4, slots % 4)
     want = scatter_kv_reference(pages, *args, layer=1, kv_scales=scales)
     got = step(jnp.asarray(pages), *map(jnp.asarray, args), layer=1, kv_scales=jnp.asarray(scales))
-    for x, y in zip(got, want, strict=True):
+    # A quotient next to a half may be rounded to either side: one code, one step of a scale.
+    step_of_scale = float(jnp.finfo(scale_dtype).eps)
+    assert np.abs(np.asarray(got[0], np.int32) - np.asarray(want[0], np.int32)).max() <= 1
+    np.testing.assert_allclose(
+        np.asarray(got[1], np.float32), np.asarray(want[1], np.float32), rtol=step_of_scale
+    )
+    others = np.ones(SHAPE[0] * SHAPE[4], bool)
+    others[slots[slots >= 0]] = False
+    others = others.reshape(SHAPE[0], SHAPE[4])
+    for x, y in zip(got, (pages, scales), strict=True):  # what was not written keeps its bits
+        x, y = (np.moveaxis(np.asarray(a), 4, 1)[others] for a in (x, y))
         np.testing.assert_array_equal(x, y)
     held = (
         np.asarray(got[0][1, 1, 0, :, 1]) * np.asarray(got[1][1, 1, 0, :, 1], np.float32)[:, None]
