@@ -102,7 +102,7 @@ class RequestOutput:
     def error(self) -> str | None:
         """Error message when the finish reason is "error", else None."""
         error = self._extras.error
-        if error is None or isinstance(error, JaxkvError):
+        if error is None or type(error) is JaxkvError:
             return None if error is None else str(error)
         return f"{type(error).__name__}: {error}"
 
