@@ -67,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jaxkv.engine.generate import default_cache, generate
-    from jaxkv.models.tokenizer import Detokenizer
     from jaxkv.progress_bar import progress_bar
 
     texts = list(args.prompts)
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     streaming = len(prompts) == samples == 1 and not args.json
-    stream = Detokenizer(tokenizer)
+    stream = tokenizer.stream()
     with progress_bar() as progress:
         task = progress.add_task("generating", total=len(prompts) * samples * args.max_tokens)
 
