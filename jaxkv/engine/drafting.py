@@ -29,6 +29,8 @@ class PromptLookup:
       >>> from jaxkv import PromptLookup
       >>> PromptLookup(num_tokens=3)([7, 1, 2, 3, 4, 5, 9, 1, 2])
       [3, 4, 5]
+      >>> PromptLookup(num_tokens=5)([1, 2, 1, 2])  # repeats, as the text does
+      [1, 2, 1, 2, 1]
     """
 
     max_ngram: int = 3
@@ -50,5 +52,6 @@ class PromptLookup:
             found = np.flatnonzero((windows == known[-size:]).all(axis=1))
             if len(found):
                 start = int(found[-1]) + size
-                return known[start : start + self.num_tokens].tolist()
+                # Where fewer tokens follow than wanted, the text repeats, and so does the draft.
+                return np.resize(known[start : start + self.num_tokens], self.num_tokens).tolist()
         return []

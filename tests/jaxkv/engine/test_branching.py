@@ -161,7 +161,9 @@ def test_drafts_change_no_token(small_model, params, blocks):
 def test_prompt_lookup():
     lookup = PromptLookup(max_ngram=3, num_tokens=4)
     assert lookup([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]) == [4, 5, 6, 7]
-    assert lookup([5, 1, 9, 5, 2, 7, 5]) == [2, 7, 5]  # the last time, and no longer
+    assert lookup([5, 1, 9, 5, 2, 7, 5]) == [2, 7, 5, 2]  # the last time, and its repetition
+    assert lookup([1, 2, 1, 2]) == [1, 2, 1, 2]
+    assert lookup([3, 3]) == [3, 3, 3, 3]
     assert lookup([1, 2, 3]) == []
     assert lookup([1]) == []
     with pytest.raises(ConfigError, match="max_ngram=0"):
@@ -174,7 +176,7 @@ def test_prompt_lookup_finds_what_a_search_by_hand_finds(tokens, longest):
     for size in range(min(longest, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[-size:]:
-                want = tokens[start + size : start + size + 8]
+                want = (tokens[start + size :] * 8)[:8]
                 break
         if want:
             break
