@@ -133,3 +133,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(x) for key, x in value.items()}
     return [_finite(x) for x in value] if isinstance(value, list) else value
+
+
+def text_lines(text: str) -> list[str]:
+    """Lines of a text file, without their ends.
+
+    Lines end at LF or CR LF. `str.splitlines` also cuts at form feeds, NEL, U+2028 and others,
+    which are characters within a line.
+
+    Example:
+      >>> text_lines("a\\u2028b\\r\\nc\\n")
+      ['a\\u2028b', 'c']
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines

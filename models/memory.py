@@ -59,7 +59,7 @@ def available_bytes() -> int | None:
 def _available_on_host() -> int | None:
     found = []
     try:
-        for line in _MEMINFO.read_text().splitlines():
+        for line in _MEMINFO.read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 found.append(int(line.split()[1]) * 1024)
     except (OSError, ValueError):  # not Linux

@@ -134,7 +134,9 @@ class _Job:
             program.pool_bytes,
             max_launches=program.max_launches,
         )
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, lives as long as the job
+        self._log = tempfile.TemporaryFile(  # noqa: SIM115, lives as long as the job
+            "w+", encoding="utf-8", errors="replace"
+        )
         context = multiprocessing.get_context("fork")
         self._rows, sender = context.Pipe(duplex=False)
         self.process = context.Process(

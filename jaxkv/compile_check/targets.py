@@ -50,7 +50,7 @@ class Target:
         """
         if name not in NAMES:
             raise ConfigError(f"GPU must be one of {', '.join(NAMES)}, got {name!r}")
-        text = (_FOLDER / f"{name}.txtpb").read_text()
+        text = (_FOLDER / f"{name}.txtpb").read_text(encoding="utf-8")
 
         def number(field: str) -> int:
             if (match := re.search(rf"^[^#\n]*\b{field}: (\d+)", text, re.MULTILINE)) is None:

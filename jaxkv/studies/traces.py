@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from jaxkv._util import ceil_div
+from jaxkv._util import ceil_div, text_lines
 from jaxkv.errors import JaxkvError
 
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens that one hash id stands for
@@ -188,7 +188,7 @@ def load_trace(source: str | Path) -> Trace:
     except FileNotFoundError:
         names = ", ".join(PACKAGED)
         raise TraceError(f"no such trace: {path} (give a file, or one of {names})") from None
-    lines = text.splitlines()
+    lines = text_lines(text)
     name = str(source) if str(source) in PACKAGED else path.stem
     first = next((line for line in lines if line.strip()), "")
     load = _load_json_lines if first.lstrip().startswith("{") else _load_csv

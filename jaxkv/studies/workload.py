@@ -86,4 +86,5 @@ class Workload:
         """Writes JSON: {"requests": [{"prompt_ids": [...], "max_tokens": n}, ...]} and the name."""
         pairs = zip(self.prompts, self.max_tokens, strict=True)
         requests = [{"prompt_ids": prompt, "max_tokens": n} for prompt, n in pairs]
-        path.write_text(to_json({"name": self.name, "requests": requests}))
+        text = to_json({"name": self.name, "requests": requests})
+        path.write_text(text, encoding="utf-8")

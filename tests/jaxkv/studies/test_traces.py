@@ -223,3 +223,14 @@ def test_shared_prefix_ends_with_a_short_prompt():
     trace = Trace.of([0, 1, 2], [100, 40, 3], [1, 1, 1]).with_shared_prefix(64, tokens_per_id=16)
     assert [trace.ids(i).tolist() for i in range(3)] == [[0, 1, 2, 3], [0, 1], []]
     assert trace.input_tokens.tolist() == [100, 40, 3]
+
+
+@pytest.mark.parametrize("char", "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")
+def test_only_line_feeds_end_lines(tmp_path, char):
+    record = {"timestamp": 0, "input_length": 4, "output_length": 2, "hash_ids": [1], "note": char}
+    line = json.dumps(record).replace(json.dumps(char)[1:-1], char if char > "\x1f" else " ")
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    assert len(load_trace(path)) == 2
+    path.write_bytes(f"TIMESTAMP,ContextTokens,GeneratedTokens,Note\n0,1,2,a{char}b\n".encode())
+    assert len(load_trace(path)) == 1
