@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -46,9 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in argv:  # the options of other commands are not needed
             module = importlib.import_module(f"jaxkv.cli.{name.replace('-', '_')}")
             module.add_options(command)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # text is UTF-8, whatever the locale
+            stream.reconfigure(encoding="utf-8", errors="replace")
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has all it wants, as in `jaxkv ... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as when SIGPIPE ends a program
     except (JaxkvError, OSError) as error:
         message = " ".join(str(error).split())
         print(f"jaxkv {args.command}: error: {message}", file=sys.stderr)

