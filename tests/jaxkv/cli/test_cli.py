@@ -79,7 +79,7 @@ def test_chat_applies_the_template(capsys, checkpoint):
         ([""], "prompt 0: the prompt is empty"),
         (["x" * 129], "129 tokens, the longest sequence has 128"),
         (["x", "--num-blocks", "2", "--max-tokens", "40"], "the pool has 1: raise num_blocks to 4"),
-        (["x", "--top-p", "7"], "top_p=7.0 must be above 0"),
+        (["x", "--top-p", "7"], "top_p=7.0 must be a number that float32 holds, above 0"),
         (["x", "--block-size", "0"], "block_size"),
         (["--prompts-file", "/nowhere/p.txt"], "No such file"),
     ],
