@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from typing import Any
 
 from jaxkv.engine.engine import AnyParams, Engine
@@ -77,7 +77,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: str | Sequence[int], params: AnyParams | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yields the outputs of one request as they arrive; arguments as in `Engine.submit`.
 
         Raises:

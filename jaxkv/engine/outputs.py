@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterable
+from typing import Any
 
+from jaxkv.engine.marked_text import MarkedText
 from jaxkv.engine.protocols import Tokenizer
 from jaxkv.engine.requests import FinishReason, Request, Sequence, TextState, Timings, TokenLogprobs
 from jaxkv.errors import JaxkvError
@@ -178,6 +180,7 @@ class Outputs:
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
+        self._special_tokens = tuple(getattr(tokenizer, "special_tokens", ()))
         self._news: dict[Sequence, bool] = {}  # in order; True: only token ids to report
         self._made: list[RequestOutput] | None = None  # by a `take` that did not come to its end
         self.taken: list[RequestOutput] = []
@@ -216,17 +219,18 @@ class Outputs:
         """Whether a stop text of the request is complete; cuts the text before it."""
         self._decode(sequence)
         params, text = sequence.request.params, sequence.text
+        searched = text.value if text.marked is None else text.marked.value
         found = list[int]()
         if len(sequence.tokens) - len(sequence.request.prompt) > params.min_tokens:
             # A stop text may have begun with earlier tokens, but not have been complete before.
             starts = [max(0, text.num_searched - len(stop) + 1) for stop in params.stop]
-            ends = map(text.value.find, params.stop, starts)
+            ends = map(searched.find, params.stop, starts)
             found = [at for at in ends if at >= 0]
         if not found:
-            text.num_searched = len(text.value)
+            text.num_searched = len(searched)
             return False
         text.decoding = True  # an interrupt leaves a text that is decoded, and cut, again
-        text.value = text.value[: min(found)]
+        text.value = text.value[: _plain_length(text, min(found))]
         text.stopped = True
         text.decoding = False
         return True
@@ -287,10 +291,17 @@ class Outputs:
             assert self._tokenizer is not None
             text.detokenizer = self._tokenizer.stream()
             text.num_decoded = len(sequence.request.prompt)
+            stops = sequence.request.params.stop
+            if any(special in stop for special in self._special_tokens for stop in stops):
+                shown: Any = self._tokenizer
+                shown = shown.stream(skip_special=False)
+                text.marked = MarkedText(shown, self._tokenizer.stream())
         text.decoding = True
         new = sequence.tokens[text.num_decoded :]
         text.num_decoded += len(new)
         text.value += text.detokenizer.push(new)
+        if text.marked is not None:
+            text.marked.push(new)
         if sequence.finish_reason is not None:
             text.value += text.detokenizer.flush()
         text.decoding = False
@@ -314,8 +325,10 @@ class Outputs:
             self._decode(sequence)
         text = sequence.text
         safe = len(text.value)
-        if sequence.finish_reason is None:
-            safe -= _could_begin(text.value, sequence.request.params.stop)
+        if sequence.finish_reason is None and sequence.request.params.stop:
+            searched = text.value if text.marked is None else text.marked.value
+            held = _could_begin(searched, sequence.request.params.stop)
+            safe = min(safe, _plain_length(text, len(searched) - held))
         return text.value[: max(text.num_shown, safe)]
 
 
@@ -323,6 +336,12 @@ def _has_news(sequence: Sequence) -> bool:
     """Whether there is something that no output has reported."""
     ended = sequence.finish_reason is not None
     return len(sequence.tokens) > sequence.num_reported or ended > sequence.end_reported
+
+
+def _plain_length(text: TextState, end: int) -> int:
+    """Characters of the text before the first `end` of the text in which stop texts are looked
+    for."""
+    return end if text.marked is None else text.marked.plain_length(end)
 
 
 def _mean_logprob(sequence: Sequence) -> float:

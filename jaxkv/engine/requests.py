@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxkv.engine.marked_text import MarkedText
 from jaxkv.engine.protocols import TextStream
 from jaxkv.engine.search import Beam
 from jaxkv.sampling.params import SamplingParams
@@ -133,6 +134,8 @@ class TextState:
       num_searched: leading characters in which no stop text ends.
       num_shown: leading characters that outputs have reported.
       stopped: whether a stop text was found.
+      marked: the text with special tokens, where a stop text contains one; `num_searched` counts
+        in it.
       decoding: whether a call of the detokenizer is running, or did not come to its end.
       detokenizer: streaming detokenizer; None before the first token is decoded.
     """
@@ -143,6 +146,7 @@ class TextState:
     num_shown: int = 0
     stopped: bool = False
     decoding: bool = False
+    marked: MarkedText | None = None
     detokenizer: TextStream | None = None
 
 

@@ -11,9 +11,9 @@ import csv
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
@@ -33,6 +33,22 @@ _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
 class TraceError(JaxkvError, ValueError):
     """A trace that cannot be read; the message names the file, the line and the column."""
+
+
+class TracedRequest(NamedTuple):
+    """One request of a trace.
+
+    Attributes:
+      arrival: seconds since the first request.
+      input_tokens: length of the prompt, in tokens.
+      output_tokens: number of generated tokens.
+      ids: i64[]; hash ids of the prompt's contents.
+    """
+
+    arrival: float
+    input_tokens: int
+    output_tokens: int
+    ids: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,6 +132,12 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.arrival)
+
+    def __iter__(self) -> Iterator[TracedRequest]:
+        """The requests, one by one; the columns are faster."""
+        columns = self.arrival.tolist(), self.input_tokens.tolist(), self.output_tokens.tolist()
+        for i, (arrival, inputs, outputs) in enumerate(zip(*columns, strict=True)):
+            yield TracedRequest(arrival, inputs, outputs, self.ids(i))
 
     @property
     def has_ids(self) -> bool:

@@ -234,3 +234,9 @@ def test_only_line_feeds_end_lines(tmp_path, char):
     assert len(load_trace(path)) == 2
     path.write_bytes(f"TIMESTAMP,ContextTokens,GeneratedTokens,Note\n0,1,2,a{char}b\n".encode())
     assert len(load_trace(path)) == 1
+
+
+def test_a_trace_is_a_sequence_of_requests():
+    trace = Trace.of([7.0, 5.0], [100, 80], [3, 9], hash_ids=[[4, 9], [4]], tokens_per_id=64)
+    requests = [(*request[:3], request.ids.tolist()) for request in trace]
+    assert requests == [(0.0, 80, 9, [0]), (2.0, 100, 3, [0, 1])]
