@@ -113,13 +113,13 @@ class AsyncEngine:
 
     def _drive(self) -> None:
         """Runs steps while there is work or a consumer to serve."""
-        works = True
         while True:
+            works = True
             try:
                 self._turn()
             except BaseException as error:
                 self._fail(error)
-                works = False
+                works = False  # another step might fail as well, with nobody to be told
             with self._starting:  # a consumer that comes later starts another thread
                 if not (self._arrivals or self._leavers or (works and self.engine.has_work)):
                     self._thread = None

@@ -63,8 +63,8 @@ class TextStream(Protocol):
 class Tokenizer(Protocol):
     """Text to token ids, and back as a stream.
 
-    For stop texts with special tokens in them, a tokenizer may also have `special_tokens`, the texts
-    of its special tokens, and take `stream(skip_special=False)`, which shows them.
+    For stop texts with special tokens in them, a tokenizer may also have `special_tokens`, the
+    texts of its special tokens, and take `stream(skip_special=False)`, which shows them.
     """
 
     def encode(self, text: str, /) -> Sequence[int]:

@@ -92,9 +92,9 @@ class SamplingParams:
 
     Example:
       >>> from jaxkv import SamplingParams
-      >>> SamplingParams(temperature=-1)
+      >>> SamplingParams(top_k=-1)
       Traceback (most recent call last):
-      jaxkv.errors.ConfigError: temperature=-1 must be finite and at least 0 (0 is greedy)
+      jaxkv.errors.ConfigError: top_k=-1 must be an integer from 0 to 2147483647 (0 is off)
     """
 
     temperature: float = 0.0

@@ -47,7 +47,8 @@ def test_a_checkpoint_is_replaced_and_other_files_stay(copy):
     assert values(copy) == {2}
     assert load(copy).tokenizer.chat_template is None  # the new tokenizer has none
     assert sorted(path.name for path in copy.iterdir()) == [
-        "config.json", "notes.txt", "params", "params.json", "tokenizer.json", "train"]  # fmt: skip
+        "config.json", "notes.txt", "params", "params.json", "tokenizer.json",
+        "tokenizer_config.json", "train"]  # fmt: skip
     save_orbax(copy, model(3))
     assert load(copy).tokenizer.encode("a") == [97]
 

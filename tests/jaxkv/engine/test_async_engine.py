@@ -186,6 +186,34 @@ def test_a_failure_of_the_engine_reaches_every_consumer_once(small_model):
     wait_until_idle(engine)
 
 
+def test_a_consumer_that_comes_while_a_failure_is_passed_on_is_served(small_model):
+    engine = engine_of(small_model)
+    step, arrived, calls = engine.step, threading.Event(), []
+
+    def fails():
+        calls.append(None)
+        if len(calls) == 1:
+            arrived.wait(30)
+            raise MemoryError("no more")
+        return step()
+
+    engine.step = fails
+
+    async def main():
+        shared = AsyncEngine(engine)
+        first = asyncio.create_task(tokens_of(shared, prompt_of(4), 20))
+        while not calls:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(tokens_of(shared, prompt_of(6), 8))
+        await asyncio.sleep(0.01)
+        arrived.set()
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    error, tokens = asyncio.run(asyncio.wait_for(main(), 60))
+    assert isinstance(error, JaxkvError)
+    assert tokens == dense_greedy(small_model, prompt_of(6), 8)
+
+
 def test_many_consumers_that_come_and_go(small_model):
     engine = engine_of(small_model, 20)
     expected = {n: dense_greedy(small_model, prompt_of(n), 12) for n in range(3, 9)}

@@ -82,12 +82,13 @@ QUERIES: dict[str, Callable[[BlockManager], Any]] = {
     "stats": lambda m: m.stats(),
     "blocks": lambda m: list(m.blocks()),
     "check": lambda m: m.check(),
+    "table_view": lambda m: m.table_view().block_tables.tolist(),
     "to_dict": lambda m: m.to_dict(),
 }
 CALLS = CHANGES | QUERIES
 
 
-NOT_STATE = ("clock", "_listeners", "listening", "version")
+NOT_STATE = ("clock", "_listeners", "listening", "version", "name")
 
 
 def digest(value: Any, seen: dict[int, int] | None = None) -> Any:
