@@ -66,5 +66,17 @@ def _load(path: Path, dtype: Any, progress: bool) -> Checkpoint:
     complete_replacement(path)  # of a save that was interrupted
     tokenizer = Tokenizer.from_folder(path)
     if (path / PARAMS).is_dir():
-        return Checkpoint(load_orbax(path, dtype=dtype), tokenizer, path)
-    return Checkpoint(load_hf(path, dtype=dtype, progress=progress), tokenizer, path)
+        model = load_orbax(path, dtype=dtype)
+    else:
+        model = load_hf(path, dtype=dtype, progress=progress)
+    _add_end_token(model, tokenizer)
+    return Checkpoint(model, tokenizer, path)
+
+
+def _add_end_token(model: Llama, tokenizer: Tokenizer) -> None:
+    """Adds the tokenizer's end token to those of the config: chat models often name the end of a
+    turn there alone."""
+    token = tokenizer.backend.token_to_id(tokenizer.special.get("eos_token", ""))
+    known = model.config.eos_token_ids
+    if token is not None and token not in known and token < model.config.vocab_size:
+        model.config = dataclasses.replace(model.config, eos_token_ids=(*known, token))

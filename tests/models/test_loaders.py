@@ -11,6 +11,8 @@ from flax import nnx
 from hf_cases import CASES, state_dict, tokens
 from safetensors.flax import save_file as save_flax_file
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from jaxkv.errors import ConfigError
 from jaxkv.models import (
@@ -494,3 +496,20 @@ def test_a_file_of_a_folder_says_to_give_the_folder(tmp_path):
     path = folder(tmp_path, "mha") / "model.safetensors"
     with pytest.raises(CheckpointError, match="give the folder"):
         load(path)
+
+
+@pytest.mark.parametrize(("config", "generation", "end", "expected"), [
+    (5, None, None, {5}), (5, [5, 6], None, {5, 6}), (None, None, "<|turn|>", {10}),
+    (5, 6, "<|turn|>", {5, 6, 10}), ([5, 10], None, "<|turn|>", {5, 10}), (5, None, "absent", {5}),
+])  # fmt: skip
+def test_end_tokens_of_all_files_of_a_folder(tmp_path, config, generation, end, expected):
+    path = folder(tmp_path / "model", config=dict(eos_token_id=config))
+    if generation is not None:
+        text = json.dumps({"eos_token_id": generation})
+        (path / "generation_config.json").write_text(text)
+    backend = Backend(WordLevel({f"w{i}": i for i in range(10)}, unk_token="w0"))
+    backend.add_special_tokens(["<|turn|>"])
+    Tokenizer(backend).save(path)
+    tokenizer_config = {} if end in (None, "absent") else {"eos_token": {"content": end}}
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    assert set(load(path).model.config.eos_token_ids) == expected

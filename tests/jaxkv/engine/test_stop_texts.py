@@ -81,7 +81,7 @@ def test_a_rollback_into_a_character_tells_no_text_again(tokenizer, count):
     for output in engine.stream():
         told += output.new_text
         assert output.text == told
-    assert told == output.text == "é☃zaé☃zaé☃z"
+    assert told == "é☃zaé☃zaé☃z"
 
 
 @pytest.mark.parametrize("steps", range(2, 9))
