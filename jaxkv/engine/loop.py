@@ -350,7 +350,7 @@ class StepLoop:
         if self.requests.pop(request.id, None) is not None:
             self.device.release_processor(request.processor)
             if not self.device.processors.in_use(request.processor):
-                self.scheduler.isolated.discard(request.processor)
+                self.scheduler.turns.isolated.discard(request.processor)
 
     def end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
         """Ends a request, with all its samples."""
@@ -415,7 +415,7 @@ class StepLoop:
             guilty = [r for r in self.requests.values() if r.processor == slot]
         elif len(slots) > 1 and not isinstance(error, ModelRaised):
             guilty = []
-            self.scheduler.isolated |= slots - {-1}
+            self.scheduler.turns.isolated |= slots - {-1}
         for request in guilty:
             self.end(request, "error", _cause(error))
         self.whole.restore()

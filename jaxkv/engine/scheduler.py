@@ -16,6 +16,7 @@ from jaxkv.engine.prefixes import PrefixesInFlight
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.requests import Request, Sequence, Status
 from jaxkv.engine.search import Continuation
+from jaxkv.engine.turns import Turns
 from jaxkv.engine.work import Chunk, Decodes, Work
 from jaxkv.errors import OutOfBlocksError
 from jaxkv.manager import events
@@ -38,16 +39,14 @@ class Scheduler:
       running: sequences with blocks, in order; the last is preempted first.
       rows: progress of the running sequences, by row.
       unfilled: sequences that got a row which the device has not filled yet.
-      isolated: slots of logits processors that share no step with anything else, since a step that
-        they shared has failed, and one of them may be the cause.
+      turns: logits processors that run in steps of their own.
       num_preemptions: preemptions up to now.
     """
 
     def __init__(self, manager: BlockManager, config: SchedulerConfig):
         self.manager, self.config = manager, config
         self.num_preemptions = 0
-        self.isolated: set[int] = set()
-        self._turn = -1  # the isolated slot of this step, -1 for all sequences without one
+        self.turns = Turns()
         self._keys = itertools.count()
         self.clear()
 
@@ -135,8 +134,8 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next step; None if there is no work until tokens in flight arrive."""
         self._make_way()
-        for turn in self._turns():
-            self._turn = turn
+        for turn in self.turns.order(itertools.chain(self.running, self.waiting)):
+            self.turns.now = turn
             if (work := self._schedule_turn()) is not None:
                 return work
         return None
@@ -151,8 +150,8 @@ class Scheduler:
         decoding = scheduled + 1 < progress.end[rows]  # the last token is not in flight
         decoding &= ~prefilling
         decoding &= (progress.known[rows] > scheduled) | ~progress.needs_sync[rows]
-        if self.isolated:
-            may_run = self._may_run(rows)
+        if self.turns.isolated:
+            may_run = self.turns.may_run(progress.processor[rows])
             decoding, prefilling = decoding & may_run, prefilling & may_run
         begun = rows[prefilling].tolist()
         rows = self._reserve(rows if decoding.all() else rows[decoding])
@@ -204,23 +203,6 @@ class Scheduler:
             self._prefixes.computed(chunk.sequence, chunk.start, chunk.start + chunk.count)
         if keys:
             self.manager.commit_batch(keys, counts)
-
-    def _turns(self) -> list[int]:
-        """Isolated slots with sequences, and -1, in the order in which they may have this step."""
-        if not self.isolated:
-            return [-1]
-        live = sorted({self._group(s) for s in (*self.running, *self.waiting)})
-        return [*(g for g in live if g > self._turn), *(g for g in live if g <= self._turn)]
-
-    def _group(self, sequence: Sequence) -> int:
-        slot = sequence.request.processor
-        return slot if slot in self.isolated else -1
-
-    def _may_run(self, rows: np.ndarray) -> np.ndarray:
-        """bool[n]; whether the sequences in these rows may be in this step."""
-        slots = self.rows.processor[rows]
-        isolated = np.isin(slots, list(self.isolated))
-        return ~isolated if self._turn < 0 else slots == self._turn
 
     def _running_rows(self) -> np.ndarray:
         """Rows of the running sequences, in order."""
@@ -369,7 +351,7 @@ class Scheduler:
             request = sequence.request
             if sequence.num_in_flight:  # preempted while tokens were in flight: wait for them
                 break
-            if self._group(sequence) != self._turn or self._prefixes.must_wait(sequence):
+            if self.turns.of(sequence) != self.turns.now or self._prefixes.must_wait(sequence):
                 deferred += 1
                 continue
             try:
@@ -410,7 +392,7 @@ class Scheduler:
         others = [s for s in self.running if s.request is not first.request]
         if not others:
             return first.request
-        self._turn = self._group(first) - 1  # its turn comes first
+        self.turns.put_first(first)
         self.preempt(others[-1], "an earlier request waits, and nothing can run")
         return None
 

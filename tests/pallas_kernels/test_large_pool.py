@@ -60,7 +60,11 @@ def test_the_last_block_of_a_large_pool():
     last = 2_200_000_000 // (LAYERS * 2 * HEADS * BLOCK * DIM)
     results, seen = run(last + 1, [last - 1, 5, last], copy=last - 2)
     for large, small in zip(results, run(10, [8, 5, 9], copy=7)[0], strict=True):
-        np.testing.assert_array_equal(large, small)
+        # Two programs: floats up to rounding, and so codes up to one step.
+        codes = large.dtype == np.int8
+        np.testing.assert_allclose(
+            large.astype(np.float64), small, rtol=0 if codes else 1e-5, atol=1 if codes else 1e-6
+        )
     for host, device in zip(seen, results[-2:], strict=True):
         np.testing.assert_array_equal(host, device)
         assert host[2, LAYER].any()
