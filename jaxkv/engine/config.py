@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jaxkv.errors import ConfigError
+from jaxkv.sampling.checks import INT32_MAX, Buckets, Check, Flag, Integer, Optional, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +41,22 @@ class SchedulerConfig:
     check_state: bool = False
 
     def __post_init__(self) -> None:
-        buckets = self.prefill_buckets
-        for name in ("prefill_buckets", "decode_buckets"):
-            sizes = getattr(self, name)
-            if sizes is not None and (
-                not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1
-            ):
-                raise ConfigError(
-                    f"{name} must be strictly increasing and start at 1 or more, got {sizes}"
-                )
-        if self.max_tokens_per_step != buckets[-1]:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.max_tokens_per_step != self.prefill_buckets[-1]:
             raise ConfigError(
                 f"max_tokens_per_step={self.max_tokens_per_step} must equal the largest of "
-                f"prefill_buckets={buckets}"
+                f"prefill_buckets={self.prefill_buckets}"
             )
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy must be one of 'fcfs', 'priority', got {self.policy!r}")
-        if self.decode_steps_per_dispatch < 1:
-            raise ConfigError(
-                f"decode_steps_per_dispatch={self.decode_steps_per_dispatch} must be at least 1"
-            )
+        require(self.policy in ("fcfs", "priority"), "policy", self.policy, "'fcfs' or 'priority'")
+
+
+_CHECKS: dict[str, Check] = {
+    "max_tokens_per_step": Integer(1, INT32_MAX),
+    "prefill_buckets": Buckets(),
+    "decode_buckets": Optional(Buckets()),
+    "decode_steps_per_dispatch": Integer(1, INT32_MAX),
+    "defer_shared_prefixes": Flag(),
+    "pipeline": Flag(),
+    "check_state": Flag(),
+}

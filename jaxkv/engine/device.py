@@ -17,7 +17,7 @@ from jaxkv.config import CacheConfig
 from jaxkv.engine.batching import Batching, StepInputs, StepShape
 from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.processors import Processors
-from jaxkv.engine.requests import Sequence
+from jaxkv.engine.requests import Sequence, SequenceError
 from jaxkv.engine.steps import Steps, make_steps
 from jaxkv.engine.work import Work
 from jaxkv.manager.records import Plan, PlanOrder
@@ -27,19 +27,6 @@ from jaxkv.sampling.sampler import Sampled, SamplerState, set_rows
 # Most likely tokens that a step reports: 64 for a user, more for beams with many end tokens.
 _LOGPROB_BUCKETS = (0, 8, 64, 32 * (1 + MAX_STOP_TOKENS))
 _MIN_PLAN = 8  # cells and lengths of the smallest plan of a step
-
-
-class RowError(Exception):
-    """The sampler's row of a sequence could not be filled.
-
-    Attributes:
-      sequence: the sequence.
-      error: what went wrong.
-    """
-
-    def __init__(self, sequence: Sequence, error: Exception):
-        super().__init__(str(error))
-        self.sequence, self.error = sequence, error
 
 
 @dataclasses.dataclass
@@ -106,7 +93,7 @@ class Device:
         """Fills the sampler's rows of sequences that got one: tokens and parameters.
 
         Raises:
-          RowError: the row of one sequence cannot be filled; no row was changed.
+          SequenceError: the row of one sequence cannot be filled; no row was changed.
         """
         if not sequences:
             return
@@ -127,7 +114,7 @@ class Device:
                     state = sequence.processor_state.state
                     jax.tree.map(lambda x, s, i=i: x.__setitem__(i, s), kept, state)
             except Exception as error:
-                raise RowError(sequence, error) from error
+                raise SequenceError(sequence, error) from error
         self.sampler = set_rows(self.sampler, rows, new)
 
     # -- steps -------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from jaxkv.engine.config import SchedulerConfig
 from jaxkv.engine.device import Device
 from jaxkv.engine.loop import StepLoop
 from jaxkv.engine.model_call import ModelRaised
-from jaxkv.engine.outputs import OutputError, Outputs, RequestOutput
+from jaxkv.engine.outputs import Outputs, RequestOutput
 from jaxkv.engine.protocols import Model, Tokenizer
-from jaxkv.engine.requests import Sequence, Status
+from jaxkv.engine.requests import Sequence, SequenceError, Status
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.search import Beam
 from jaxkv.engine.statistics import EngineStats
@@ -427,7 +427,7 @@ class Engine:
             try:
                 self._outputs.take()
                 return
-            except OutputError as failed:
+            except SequenceError as failed:
                 with self._loop.whole:
                     self._loop.fail_output(failed.sequence, failed.error)
             finally:

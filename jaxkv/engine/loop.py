@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.cache.check import check_state
 from jaxkv.engine.compilation import num_compiled
-from jaxkv.engine.device import Device, InFlightStep, RowError
+from jaxkv.engine.device import Device, InFlightStep
 from jaxkv.engine.model_call import ModelRaised
 from jaxkv.engine.outputs import Outputs
 from jaxkv.engine.recovery import Recovery
@@ -23,6 +23,7 @@ from jaxkv.engine.requests import (
     ProcessorState,
     Request,
     Sequence,
+    SequenceError,
     Status,
     Timings,
     TokenLogprobs,
@@ -408,7 +409,7 @@ class StepLoop:
         """
         requests = list(dict.fromkeys(s.request for s in work.sequences))
         guilty, slots = requests, {r.processor for r in requests}
-        if isinstance(error, RowError):
+        if isinstance(error, SequenceError):
             guilty = [error.sequence.request]
         elif isinstance(error, ProcessorError):
             slot = self.device.processors.slot_of(error.processor)
@@ -425,7 +426,7 @@ class StepLoop:
 
 def _cause(error: Exception) -> Exception:
     """The error of a user's code that another one carries."""
-    return error.error if isinstance(error, ModelRaised | RowError) else error
+    return error.error if isinstance(error, ModelRaised | SequenceError) else error
 
 
 def _logprobs_kept(params: SamplingParams) -> int:

@@ -8,7 +8,15 @@ from typing import Any
 
 from jaxkv.engine.marked_text import MarkedText
 from jaxkv.engine.protocols import Tokenizer
-from jaxkv.engine.requests import FinishReason, Request, Sequence, TextState, Timings, TokenLogprobs
+from jaxkv.engine.requests import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceError,
+    TextState,
+    Timings,
+    TokenLogprobs,
+)
 from jaxkv.errors import JaxkvError
 
 
@@ -155,19 +163,6 @@ class RequestOutput:
         return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-class OutputError(Exception):
-    """An output could not be made.
-
-    Attributes:
-      sequence: its sequence.
-      error: what went wrong.
-    """
-
-    def __init__(self, sequence: Sequence, error: Exception):
-        super().__init__(str(error))
-        self.sequence, self.error = sequence, error
-
-
 class Outputs:
     """Collects the outputs of sequences with new tokens since the last call of `take`.
 
@@ -262,7 +257,7 @@ class Outputs:
         Interrupted, it loses none: the next call takes what this one had made.
 
         Raises:
-          OutputError: the tokenizer raised; the other outputs come with the next call.
+          SequenceError: the tokenizer raised; the other outputs come with the next call.
         """
         if self._made is None:
             self._made = [self._output(s, bare) for s, bare in self._news.items() if _has_news(s)]
@@ -277,7 +272,7 @@ class Outputs:
         try:
             extras = NO_EXTRAS if bare else self._extras(sequence, begin)
         except Exception as error:
-            raise OutputError(sequence, error) from error
+            raise SequenceError(sequence, error) from error
         return RequestOutput(sequence.finish_reason, sequence, tokens, begin, len(tokens), extras)
 
     def _decode(self, sequence: Sequence) -> None:

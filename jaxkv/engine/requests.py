@@ -197,3 +197,16 @@ class Sequence:
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     waits_for: bytes = b""
     candidates: tuple[np.ndarray, np.ndarray] | None = None
+
+
+class SequenceError(Exception):
+    """Something failed for one sequence: its row could not be filled, or its output not be made.
+
+    Attributes:
+      sequence: the sequence.
+      error: what went wrong.
+    """
+
+    def __init__(self, sequence: Sequence, error: Exception):
+        super().__init__(str(error))
+        self.sequence, self.error = sequence, error

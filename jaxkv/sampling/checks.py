@@ -144,6 +144,20 @@ class TokenIds:
 
 
 @dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Sizes that steps are compiled for, strictly increasing."""
+
+    def __call__(self, name: str, value: Any) -> tuple[int, ...]:
+        wanted = "strictly increasing and start at 1 or more"
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            refuse(name, value, wanted)
+        sizes = [as_integer(size) for size in value]
+        good = [size for size in sizes if size is not None and 1 <= size <= INT32_MAX]
+        require(bool(good) and good == sizes == sorted(set(good)), name, value, wanted)
+        return tuple(good)
+
+
+@dataclasses.dataclass(frozen=True)
 class Texts:
     """Non-empty texts; one text counts as a sequence of it."""
 

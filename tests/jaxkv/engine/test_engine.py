@@ -510,8 +510,16 @@ def test_rejects_prompts_that_are_not_integers(small_model, prompt):
 def test_rejects_invalid_scheduler_configurations():
     wrong: tuple[dict[str, Any], ...] = (
         dict(prefill_buckets=(16, 8)), dict(max_tokens_per_step=99),
-        dict(policy="sjf"), dict(decode_steps_per_dispatch=0),
+        dict(policy="sjf"), dict(policy=None), dict(decode_steps_per_dispatch=0),
+        dict(decode_steps_per_dispatch=2.0), dict(decode_steps_per_dispatch=True),
+        dict(max_tokens_per_step="16"), dict(prefill_buckets=()), dict(prefill_buckets=16),
+        dict(prefill_buckets=(0, 256)), dict(prefill_buckets=(16.0, 256)),
+        dict(decode_buckets="4"), dict(decode_buckets=(2**31,)), dict(pipeline=1),
+        dict(check_state="no"), dict(defer_shared_prefixes=None),
     )  # fmt: skip
     for changes in wrong:
         with pytest.raises(ConfigError, match=next(iter(changes))):
             jaxkv.SchedulerConfig(**changes)
+    given: dict[str, Any] = dict(prefill_buckets=np.array([4, 8]), max_tokens_per_step=np.int32(8))
+    same = jaxkv.SchedulerConfig(prefill_buckets=(4, 8), max_tokens_per_step=8)
+    assert jaxkv.SchedulerConfig(**given) == same
