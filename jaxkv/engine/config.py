@@ -19,7 +19,8 @@ class SchedulerConfig:
         `max_tokens_per_step`.
       decode_buckets: numbers of sequences that decode steps are compiled for, the largest at least
         the cache's `max_seqs`; None: the powers of two below `max_seqs`, and `max_seqs`.
-      policy: order of admission: "fcfs" (first come, first served) or "priority" (higher first).
+      policy: order of admission: "fcfs" (first come, first served) or "priority" (higher first;
+        running requests of lower priority are preempted for those that wait).
       decode_steps_per_dispatch: decode steps that the device runs per dispatch when no prompt
         waits.
       defer_shared_prefixes: whether a request waits while another computes a prefix of both.

@@ -132,15 +132,16 @@ class Engine:
           params: sampling or beam-search parameters; greedy by default. A beam search reports its
             hypotheses at its end, best first, as samples.
           request_id: id of the request; None: a number.
-          priority: under the scheduler's policy "priority", higher priorities are admitted first.
+          priority: under the scheduler's policy "priority", higher priorities are admitted first
+            and preempt running requests of lower ones.
           namespace: namespace of its blocks in the prefix cache, as in `BlockManager.allocate`.
 
         Raises:
           ConfigError: an empty prompt, one longer than the longest sequence, a token id outside the
-            vocabulary, an id that is in use, or a request that the pool can never hold; with the
-            numbers. Nothing was changed.
+            vocabulary, an id that is in use, a namespace that cannot be a key, or a request that
+            the pool can never hold; with the numbers. Nothing was changed.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams | BeamSearchParams):
             raise ConfigError(
                 f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}"
@@ -358,6 +359,10 @@ class Engine:
         Args:
           drafts: also compile the steps of `verify`.
           progress: show a progress bar on standard error.
+
+        Raises:
+          ModelError: the model returned other logits or another state than it must. What the model
+            itself raises comes as it is.
         """
         self._loop.drain()
         began, shapes = time.perf_counter(), self._device.shapes(drafts=drafts)
@@ -378,7 +383,11 @@ class Engine:
         """Dispatches the next step and returns the outputs since the last call.
 
         Without work it does nothing. An error inside a step ends the requests of that step, with
-        the error in their outputs; the engine goes on.
+        the error in their outputs; the engine goes on. After an interrupt the next call goes on,
+        and no token is lost.
+
+        Raises:
+          ModelError: as `warm_up`; the requests of the step have ended with the error too.
         """
         return self._deliver(self._advance)
 

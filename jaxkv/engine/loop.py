@@ -229,6 +229,8 @@ class StepLoop:
         except Exception as error:
             self.end(sequence.request, "error", _cause(error))
             self.whole.restore()
+            if isinstance(error, ModelRaised):
+                raise error.error from None
             return
         now = self._clock()
         for i, token in enumerate(sampled.tokens.tolist()[: len(tokens)]):

@@ -88,3 +88,26 @@ def test_a_model_that_fails_raises_where_the_user_is(kind):
     assert output.finish_reason == "error"
     assert isinstance(output.exception, error)
     assert not engine.has_work
+
+
+class RaisesOnDrafts(Following):
+    """Fails in the shape of a draft alone: logits after each of 16 tokens."""
+
+    def __call__(self, tokens, state, batch):
+        if len(batch.logit_tokens) == 16:
+            raise ZeroDivisionError("in a draft")
+        return super().__call__(tokens, state, batch)
+
+
+def test_a_model_that_fails_on_a_draft_raises_from_verify():
+    model = RaisesOnDrafts(np.eye(8))
+    cache = jaxkv.CacheConfig.for_model(model.config, max_len=64, max_seqs=2)
+    scheduler = jaxkv.SchedulerConfig(max_tokens_per_step=16, prefill_buckets=(16,))
+    engine = jaxkv.Engine(model, cache, scheduler)
+    request = engine.submit([1, 2], greedy(9))
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(ZeroDivisionError, match="in a draft"):
+        engine.verify(request, [3, 4])
+    assert [output.finish_reason for output in engine.step()] == ["error"]
+    assert not engine.has_work
