@@ -55,9 +55,8 @@ class RequestOutput:
     _extras: Extras = NO_EXTRAS
 
     def confirm(self) -> None:
-        """Counts the tokens, the text and the end as reported."""
+        """Counts the text and the end as reported."""
         sequence = self._sequence
-        sequence.num_reported = self._end
         if self._extras is not NO_EXTRAS:
             sequence.text.num_shown = max(sequence.text.num_shown, len(self.text))
         if self.finish_reason is not None:
@@ -260,10 +259,12 @@ class Outputs:
           SequenceError: the tokenizer raised; the other outputs come with the next call.
         """
         if self._made is None:
-            self._made = [self._output(s, bare) for s, bare in self._news.items() if _has_news(s)]
-            self._news = {}
-        for output in self._made:
-            output.confirm()
+            made = [self._output(sequence, bare) for sequence, bare in self._news.items()]
+            self._made, self._news = made, {}
+        for output in self._made:  # most report tokens and nothing else
+            output._sequence.num_reported = output._end
+            if output.finish_reason is not None or output._extras is not NO_EXTRAS:
+                output.confirm()
         self.taken, self._made = self._made, None
         return self.taken
 
@@ -325,12 +326,6 @@ class Outputs:
             held = _could_begin(searched, sequence.request.params.stop)
             safe = min(safe, _plain_length(text, len(searched) - held))
         return text.value[: max(text.num_shown, safe)]
-
-
-def _has_news(sequence: Sequence) -> bool:
-    """Whether there is something that no output has reported."""
-    ended = sequence.finish_reason is not None
-    return len(sequence.tokens) > sequence.num_reported or ended > sequence.end_reported
 
 
 def _plain_length(text: TextState, end: int) -> int:

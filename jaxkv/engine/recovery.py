@@ -81,7 +81,8 @@ class Recovery:
         for sequence in request.samples:
             if sequence.finish_reason is None:
                 loop.finish_if_over(sequence)
-            loop.outputs.note(sequence)
+            if sequence.has_news:
+                loop.outputs.note(sequence)
         if request.is_over:
             if loop.requests.get(request.id) is request:
                 loop.close(request)

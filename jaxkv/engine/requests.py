@@ -198,6 +198,12 @@ class Sequence:
     waits_for: bytes = b""
     candidates: tuple[np.ndarray, np.ndarray] | None = None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that no output has reported."""
+        ended = self.finish_reason is not None
+        return len(self.tokens) > self.num_reported or ended > self.end_reported
+
 
 class SequenceError(Exception):
     """Something failed for one sequence: its row could not be filled, or its output not be made.
